@@ -30,7 +30,6 @@ import time
 from collections import deque
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -41,7 +40,7 @@ from tqdm import tqdm
 
 
 # ------------------------------------------------------------------------------------------------- constants
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Config:
     """Each is also a flag. Only max_shards and nprocs may change while local_dir holds shards."""
     source: str = "HuggingFaceFW/fineweb-edu"  # a dataset on the Hugging Face hub, or a local folder
@@ -60,6 +59,7 @@ MANIFEST = "manifest.json"   # in local_dir: what the shards were made from, and
 MIN_SHARD_SIZE = 1025        # tokens: a row of train_gpt2.py at T=1024 and the token after it
 BATCH_BYTES = 8 << 20        # text handed to a worker at a time: half a second's work, so handing it over costs nothing
 MAX_GROUP_BYTES = 64 << 20   # a parquet row group above this is cut into batches (FineWeb-Edu's hold about 5 MB)
+MAX_NPROCS = 61 if sys.platform == "win32" else 1024  # Windows waits for 63 things at most, two of them not workers
 BATCHES_PER_WORKER = 3       # at work or waiting for their turn; with the two above it bounds the memory
 
 
@@ -90,7 +90,7 @@ def find_files(source, remote_name):
     elif re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", source):
         urls = find_urls(source, remote_name)
         fs = url_to_fs(urls[0])[0]
-        paths = [fs._strip_protocol(url) for url in urls if url.endswith(SUFFIXES)]
+        paths = [url_to_fs(url)[1] for url in urls if url.endswith(SUFFIXES)]
     else:
         raise UserError(f"source={source} is neither a folder here nor the name of a dataset on the hub.")
     if not paths:
@@ -114,10 +114,10 @@ def find_urls(source, remote_name):
     except (ValueError, FileNotFoundError, RuntimeError) as e:
         raise UserError(f"remote_name={remote_name} of source={source} can't be read: {brief(e)}") from None
     except Exception as e:  # a lost network has another class with each HTTP library that huggingface_hub moves to
-        raise UserError(f"{hub} can't be reached for source={source} ({brief(e)}): check the network, try a mirror with "
-                        f"HF_ENDPOINT=https://hf-mirror.com, or take a local folder.") from None
+        raise UserError(f"{hub} can't be reached for source={source} ({brief(e)}): check the network, try a mirror "
+                        f"with HF_ENDPOINT=https://hf-mirror.com, or take a local folder.") from None
     if not files or SPLIT not in files:
-        raise UserError(f"source={source}, remote_name={remote_name} has no split {SPLIT!r}, only {list(files or ())}.")
+        raise UserError(f"source={source}, remote_name={remote_name} has no {SPLIT!r} split, only {[*(files or ())]}.")
     return files[SPLIT]
 
 
@@ -242,14 +242,13 @@ def tokenize(batch):
 
 
 def start_worker(encoding, fs):
+    def exit_with_parent():
+        multiprocessing.parent_process().join()  # returns when the parent is gone, by kill -9 too
+        os._exit(1)
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the parent alone answers it
     threading.Thread(target=exit_with_parent, daemon=True).start()
     worker.encoding, worker.fs = encoding, fs
-
-
-def exit_with_parent():
-    multiprocessing.parent_process().join()  # returns when the parent is gone, by kill -9 too
-    os._exit(1)
 
 
 def tokenize_all(batches, nprocs, encoding, fs):
@@ -284,31 +283,25 @@ def load_shards(folder, settings):
     """
     path = folder / MANIFEST
     if not path.exists() and any(folder.glob("*.npy")):
-        raise UserError(f"{folder}/ holds .npy files but no {MANIFEST} to say what they were made from: move them away, "
-                        f"or take another --local_dir.")
+        raise UserError(f"{folder}/ holds .npy files but no {MANIFEST} to say what they were made from: move them "
+                        f"away, or take another --local_dir.")
     try:
         manifest = json.loads(path.read_bytes()) if path.exists() else {"settings": settings, "shards": []}
         made, shards = manifest["settings"], manifest["shards"]
-        differing = [difference(name, made[name], settings[name]) for name in settings if made[name] != settings[name]]
-        names = [folder / shard["name"] for shard in shards]
-    except (ValueError, KeyError, TypeError) as e:
+        differing = [f"{name} {made.get(name)}, not {settings.get(name)}" for name in {**made, **settings}
+                     if made.get(name) != settings.get(name)]
+        files = [folder / shard["name"] for shard in shards]
+    except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise UserError(f"{path} is damaged ({brief(e)}): delete {folder}/ and start anew.") from None
     if differing:
-        raise UserError(f"The shards in {folder}/ were made with other settings: {'; '.join(differing)}. Put that back, or "
-                        f"take another --local_dir.")
-    for name in names:
-        if not name.exists() and temporary(name).exists():  # killed before the last step of save_shard
-            os.replace(temporary(name), name)
+        raise UserError(f"The shards in {folder}/ were made from something else: {'; '.join(differing)[:400]}. "
+                        f"Put that back, or take another --local_dir.")
+    for file in files:
+        if not file.exists() and temporary(file).exists():  # killed before the last step of save_shard
+            os.replace(temporary(file), file)
     for leftover in folder.glob("*.tmp"):
         leftover.unlink()
-    return [shard for shard, _ in itertools.takewhile(lambda pair: pair[1].exists(), zip(shards, names))]
-
-
-def difference(name, made, asked):
-    """A setting in words; of the list of files only the first that came, went or changed."""
-    if name == "files":
-        made, asked = next((a, b) for a, b in itertools.zip_longest(made, asked) if a != b)
-    return f"{name} {made}, not {asked}"
+    return shards[:sum(1 for _ in itertools.takewhile(Path.exists, files))]
 
 
 def temporary(path):
@@ -329,7 +322,11 @@ def write_temporary(path, *chunks):
 
 
 def save_shard(folder, settings, shards, tokens, eot, end):
-    """Add `tokens`, (n,) uint16, to the folder and to `shards`: whole or not at all, and never one without the other."""
+    """Add `tokens`, (n,) uint16, to the folder and to `shards`, whole or not at all. Raises UserError.
+
+    `end` says where they end, see load_shards. The manifest comes before the shard's name: load_shards can give a
+    finished shard its name, but for one that has a name and no entry it would not know where to go on.
+    """
     name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
     header = io.BytesIO()  # np.save itself can't tell a full disk, since it writes past Python's file object
     np.lib.format.write_array_header_1_0(header, np.lib.format.header_data_from_array_1_0(tokens))
@@ -383,7 +380,7 @@ def make_shards(cfg, folder):
     fs, files = find_files(cfg.source, cfg.remote_name)
     root = posixpath.commonpath([posixpath.dirname(path) for path, _ in files])  # on the hub it holds the revision
     settings = {"source": cfg.source, "remote_name": cfg.remote_name, "shard_size": cfg.shard_size,
-                "encoding": cfg.encoding, "files": [[posixpath.relpath(path, root), size] for path, size in files]}
+                "encoding": cfg.encoding, **{f"{posixpath.relpath(path, root)}, bytes": size for path, size in files}}
     shards = load_shards(folder, settings)
     end = shards[-1]["end"] if shards else {"file": 0, "row": 0, "tokens": 0, "left_out": 0}
     if end["file"] == len(files) or 0 < cfg.max_shards <= len(shards):
@@ -392,7 +389,7 @@ def make_shards(cfg, folder):
     encoding = get_encoding(cfg.encoding)
     batches = read_batches(fs, files, end["file"], end["row"])
     bar = functools.partial(tqdm, unit="tok", unit_scale=True, disable=None)  # None: on a terminal, not in a log file
-    with contextlib.closing(tokenize_all(batches, cfg.nprocs or count_cores(), encoding, fs)) as results, \
+    with contextlib.closing(tokenize_all(batches, cfg.nprocs, encoding, fs)) as results, \
             bar(desc="corpus", initial=len(shards) * cfg.shard_size) as whole, \
             bar(desc="shard", total=cfg.shard_size, leave=False) as part:
         def progress(n, share):
@@ -408,10 +405,6 @@ def make_shards(cfg, folder):
     if not shards:
         raise UserError(f"source={cfg.source} has no document with a {TEXT!r}: no shard was made.")
     return shards, sum(shard["tokens"] for shard in shards[found:])
-
-
-def count_cores():
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 
 
 # ------------------------------------------------------------------------------------------------- command line
@@ -430,10 +423,13 @@ def parse_args():
     cfg = Config(**vars(parser.parse_args()))
     if cfg.shard_size < MIN_SHARD_SIZE:
         raise UserError(f"shard_size={cfg.shard_size} is less than a row of training: take {MIN_SHARD_SIZE} or more.")
-    if min(cfg.nprocs, cfg.max_shards) < 0:
-        raise UserError(f"nprocs={cfg.nprocs} and max_shards={cfg.max_shards} must be 0 or more.")
+    if cfg.max_shards < 0 or not 0 <= cfg.nprocs <= MAX_NPROCS:
+        raise UserError(f"max_shards={cfg.max_shards} must be 0 or more, nprocs={cfg.nprocs} from 0 to {MAX_NPROCS}.")
     if cfg.encoding not in ("gpt2", "bytes"):
         raise UserError(f'encoding="{cfg.encoding}" is not known: take "gpt2" or "bytes".')
+    if not cfg.nprocs:
+        cores = getattr(os, "process_cpu_count", os.cpu_count)()  # the former, of Python 3.13, knows of limits
+        cfg = dataclasses.replace(cfg, nprocs=min(cores, MAX_NPROCS))
     if os.path.isdir(cfg.source):  # the same folder, from wherever the command is given
         cfg = dataclasses.replace(cfg, source=os.path.abspath(cfg.source), remote_name="")
     return cfg
@@ -464,6 +460,8 @@ def main():
         held.release()
     except UserError as e:
         sys.exit(f"fineweb.py: {e}")
+    except MemoryError:
+        sys.exit(f"fineweb.py: The memory does not suffice: lower shard_size={cfg.shard_size} or nprocs={cfg.nprocs}.")
     except KeyboardInterrupt:
         print("\nStopped. The finished shards stand, the same command goes on after them.", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -39,6 +39,8 @@ import torch.nn as nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
+import hellaswag
+
 # ------------------------------------------------------------------------------------------------- constants
 FINEWEB_DIR = "edu_fineweb10B"  # what fineweb.py leaves; while it is missing, a bare command runs QUICK_START
 HERE = Path(__file__).resolve().parent
@@ -525,10 +527,11 @@ def pick_device(name, local_rank):
         name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
     try:
         device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", local_rank)
+        torch.empty(1, device=device)  # is it really there?
         if device.type == "cuda":
-            device = torch.device("cuda", local_rank if device.index is None else device.index)
             torch.cuda.set_device(device)
-        torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as e:  # torch built without CUDA says so by AssertionError
         reason = str(e).splitlines()[0]
         raise UserError(f'device="{name}" can\'t be used here ({reason}): take --device=auto or --device=cpu.') from None
@@ -683,20 +686,19 @@ def validation_loss(model, loader, cfg, place, autocast):
 
 
 def load_hellaswag(cfg, place, model):
-    """HellaSwag's questions ready to be scored, fetched by one process for all; None, with the reason said, if off."""
+    """HellaSwag's questions ready to be scored, read by one process for all; None, with the reason said, if off."""
     if not cfg.hellaswag_every:
         return None
-    if cfg.encoding != "gpt2":
-        say(place, f"{'HellaSwag':<10} off: its scores need encoding=gpt2, not {cfg.encoding}")
-        return None
-    import hellaswag
-    examples = None
-    if place.rank == 0:
+    examples, off = None, None if cfg.encoding == "gpt2" else f"its questions need encoding=gpt2, not {cfg.encoding}"
+    if place.rank == 0 and not off:
         try:
             examples = list(hellaswag.iterate_examples("val"))
         except hellaswag.HellaSwagError as e:
-            say(place, f"{'HellaSwag':<10} off: {e}")
-    return from_rank0(place, examples)
+            off = str(e)
+    if off:
+        say(place, f"{'HellaSwag':<10} off: {off}")
+    examples = from_rank0(place, examples)
+    return hellaswag.prepare(examples, model) if examples else None
 
 
 @torch.no_grad()
@@ -763,9 +765,15 @@ def save_checkpoint(run):
         "fingerprint": run.train_loader.fingerprint, "dtype": run.dtype, "device": run.place.device.type}
     path = Path(run.cfg.log_dir, f"checkpoint_{state.step:05d}.pt")
     write_whole(path, lambda f: torch.save(content, f))
-    for old in sorted(path.parent.glob("checkpoint_*.pt"))[:-CHECKPOINTS_KEPT]:
+    for old in checkpoints(path.parent, state.step)[CHECKPOINTS_KEPT:]:
         old.unlink()
     return path
+
+
+def checkpoints(log_dir, last=math.inf):
+    """Paths of the checkpoints up to step `last`, the newest first."""
+    steps = {int(p.stem[11:]): p for p in log_dir.glob("checkpoint_*.pt") if p.stem[11:].isdecimal()}
+    return [steps[step] for step in sorted(steps, reverse=True) if step <= last]
 
 
 def read_checkpoint(path):
@@ -783,11 +791,12 @@ def read_checkpoint(path):
 
 def newest_checkpoint(log_dir):
     """Path of the newest good checkpoint, or None where there is none; names the damaged ones. Raises UserError."""
-    paths = sorted(log_dir.glob("checkpoint_*.pt"), reverse=True)
+    paths = checkpoints(log_dir)
     for path in paths:
         try:
-            read_checkpoint(path)
-            return path
+            if "optimizers" in read_checkpoint(path):
+                return path
+            raise Damaged("weights alone")
         except Damaged as e:
             print(f"{path} is damaged ({e}): trying the one before it", flush=True)
     if paths:
@@ -813,11 +822,15 @@ def set_aside(log_dir):
     """Move an earlier run's results into log_dir/before_<n>/: nothing is ever overwritten."""
     results = [p for p in log_dir.iterdir() if not p.name.startswith((".", "before_"))]
     if results:
-        aside = log_dir / f"before_{1 + len(list(log_dir.glob('before_*')))}"
+        aside = next(p for n in range(1, 10**9) if not (p := log_dir / f"before_{n}").exists())
         aside.mkdir()
         for p in results:
             p.rename(aside / p.name)
         print(f"the earlier results in {log_dir}/ are now in {aside}/", flush=True)
+
+
+def not_writable(log_dir, error):
+    return UserError(f"log_dir={log_dir} can't be written ({error.strerror}): make it so, or take another --log_dir.")
 
 
 def prepare_log_dir(place, cfg):
@@ -833,10 +846,16 @@ def prepare_log_dir(place, cfg):
     except Timeout:
         raise UserError(f"Another run is at work in {log_dir}/: wait for its end, or take another --log_dir.") from None
     except OSError as e:
-        raise UserError(f"log_dir={log_dir} can't be written ({e.strerror}): take another --log_dir.") from None
-    path = newest_checkpoint(log_dir) if cfg.resume else None
-    if path is None and (not cfg.resume or list(log_dir.glob("model_*.pt"))):
-        set_aside(log_dir)
+        raise not_writable(log_dir, e) from None
+    resume = cfg.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # torchrun after a crash
+    path = newest_checkpoint(log_dir) if resume else None
+    try:
+        for part in log_dir.glob("*.pt.part"):  # of saves that a kill cut short
+            part.unlink()
+        if path is None and (not resume or list(log_dir.glob("model_*.pt"))):
+            set_aside(log_dir)
+    except OSError as e:
+        raise not_writable(log_dir, e) from None
     return lock, path
 
 
@@ -903,12 +922,14 @@ class Log:
             self.pending = self.pending[os.write(self.file, self.pending):]
 
     def sync(self):
-        with contextlib.suppress(OSError):
-            os.fsync(self.file)
+        """Have every line on the disk, or raise OSError: a checkpoint must not outlive the lines before it."""
+        while self.pending:
+            self.pending = self.pending[os.write(self.file, self.pending):]
+        os.fsync(self.file)
 
 
 def versions():
-    return {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__,
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
             "tiktoken": tiktoken.__version__}
 
 
@@ -935,6 +956,16 @@ def describe_run(cfg, place, head, step):
     write_whole(path, lambda f: f.write(text.encode()))
 
 
+def open_log(cfg, place, head, step):
+    """Log of rank 0, None elsewhere; this start is noted in run.json. Raises UserError."""
+    if place.rank == 0:
+        try:
+            describe_run(cfg, place, head, step)
+            return Log(Path(cfg.log_dir, "log.txt"), step)
+        except OSError as e:
+            raise not_writable(cfg.log_dir, e) from None
+
+
 def draw_curves(cfg):
     """log_dir/curves.png from log.txt: losses and HellaSwag against tokens, if matplotlib is installed."""
     try:
@@ -942,8 +973,7 @@ def draw_curves(cfg):
     except ImportError:
         return
     streams = {"train": [], "val": [], "hella": []}
-    for line in Path(cfg.log_dir, "log.txt").read_text().splitlines():
-        step, stream, value = line.split()
+    for step, stream, value in re.findall(r"^(\d+) (\w+) (\S+)\n", Path(cfg.log_dir, "log.txt").read_text(), re.M):
         streams[stream].append((int(step) * cfg.total_batch_size / 1e6, float(value)))
     figure = Figure(figsize=(12, 4.5), layout="constrained")
     panels = figure.subplots(1, 2) if streams["hella"] else [figure.subplots()]
@@ -961,7 +991,8 @@ def draw_curves(cfg):
         panel.set(xlabel="tokens seen (millions)")
         panel.grid(alpha=0.3)
         panel.legend()
-    write_whole(Path(cfg.log_dir, "curves.png"), lambda f: figure.savefig(f, dpi=100))
+    with contextlib.suppress(OSError):  # a full disk; the next one may find room
+        write_whole(Path(cfg.log_dir, "curves.png"), lambda f: figure.savefig(f, dpi=100))
 
 
 # -------------------------------------------------------------------------------------------------- training
@@ -1038,10 +1069,7 @@ def set_up(cfg, place):
         "log": f"{cfg.log_dir}/log.txt" + (f", going on from {path}" if saved else "")}
     for key, text in head.items():
         say(place, f"{key:<10} {text}")
-    log = None
-    if place.rank == 0:
-        describe_run(cfg, place, head, state.step)
-        log = Log(Path(cfg.log_dir, "log.txt"), state.step)
+    log = agree(place, open_log, cfg, place, head, state.step)
     return Run(cfg, place, encoding, train_loader, val_loader, state, wrap_ddp(raw, cfg, place),
                partial(torch.autocast, place.device.type, dtype, enabled=dtype != torch.float32),
                str(dtype)[6:], load_hellaswag(cfg, place, raw), log, lock)
@@ -1126,7 +1154,8 @@ def look(run):
         state.best_val = min(state.best_val, state.last_val)
         report(run, "val", state.last_val, f"val loss {state.last_val:.4f} (best {state.best_val:.4f})")
     if run.hella and due(cfg.hellaswag_every, run):
-        score = hellaswag_score(run)
+        with run.autocast():
+            score = hellaswag.evaluate(state.model, run.hella)
         report(run, "hella", score.acc_norm, f"HellaSwag {score.acc_norm:.4f} of {score.total:,} questions")
     if due(cfg.sample_every, run):
         print_samples(run)
@@ -1148,7 +1177,8 @@ def save(run, leaving=False):
         path = save_checkpoint(run)  # after all else: a kill before it makes the next start do all of it again
         say(run.place, f"{state.step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
     except (OSError, RuntimeError) as e:  # torch's writer makes a RuntimeError of a full disk
-        reason = f"{cfg.log_dir}/ could not be written at step {state.step} ({' '.join(str(e).split())[:100]})"
+        cause = e if isinstance(e, OSError) else e.__context__ or e
+        reason = f"{cfg.log_dir}/ could not be written at step {state.step} ({' '.join(str(cause).split())[:100]})"
         if last or leaving:
             raise UserError(f"{reason}: make room and start the same command again; it goes on from the last save.") from None
         say(run.place, f"!!! NOT SAVED: {reason}. The last checkpoint stands; make room before the next one.")
@@ -1173,7 +1203,8 @@ def train(run):
     flops, peak = state.model.flops_per_token(cfg.T), peak_flops(place.device)
     while True:
         look(run)
-        if run.log and state.step > first and (state.step == cfg.max_steps or due(cfg.save_every, run)):
+        if run.log and state.step > first and any((state.step == cfg.max_steps, due(cfg.save_every, run),
+                                                   due(cfg.milestone_every, run))):
             save(run)
         if state.step == cfg.max_steps:
             return
@@ -1190,7 +1221,7 @@ def train(run):
         report(run, "train", loss, f"loss {loss:.4f} lr {get_lr(state.step, cfg):.2e} norm {norm:.2f} "
                                    f"{(now - start) * 1e3:.0f} ms {rate:,.0f} tok/s{mfu}, {duration(left)} left")
         state.step += 1
-        if stops:
+        if stops and state.step < cfg.max_steps:
             if run.log:
                 save(run, leaving=True)
             say(place, f"Stopped by a signal before step {state.step}; the same command goes on from there.")

@@ -219,7 +219,7 @@ def bench_tokenize():
             pq.write_table(pa.table({"text": texts}), files[0], row_group_size=1000)
         texts = [text for file in files for text in pq.read_table(file, columns=["text"])["text"].to_pylist()]
         sample = texts[::len(texts) // 2000 or 1]
-        copies = 3  # of the corpus, so that starting the workers weighs no more than it does in a long run
+        copies = 6  # of the corpus: one shard of the default size, so that starting the workers weighs little
         for copy in range(copies):
             for file in files:
                 Path(folder, f"{copy}_{file.name}").symlink_to(file)
@@ -241,7 +241,7 @@ def bench_tokenize():
         sides = {f"bare tiktoken x {cores} cores": (lambda: [encoding.encode_ordinary(text) for text in sample], part * cores),
                  "a pool over documents": (pool, total), "fineweb.py, start to end": (ours, total * copies)}
         rounds = [{name: tokens / median_seconds(run, repeats=1, warmup=0) for name, (run, tokens) in sides.items()}
-                  for _ in range(5)]
+                  for _ in range(3)]
     bare = None
     for name in sides:
         rate = statistics.median(one[name] for one in rounds)
@@ -250,6 +250,63 @@ def bench_tokenize():
 
 
 BENCHES["tokenize"] = bench_tokenize
+
+
+def naive_ending_losses(model, tokens, mask):
+    """Summed loss of each ending's tokens, (4,), the plain way: four padded rows, logits for every token of them."""
+    import torch
+    logits = model(tokens)[0]  # (4, N, V)
+    losses = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(),
+                                               reduction="none").view(4, -1)
+    return (losses * mask[:, 1:]).sum(1)
+
+
+def bench_hellaswag():
+    """examples/s of hellaswag.evaluate against one question at a time, GPT-2 (124M) with random weights. Both sides are
+    tokenized beforehand and run in one autocast; each of the rounds takes other questions from all over the file."""
+    import contextlib
+    import torch
+    import hellaswag
+    import train_gpt2
+    rounds = 5
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    n_naive, n_fast = (300, 2000) if device.type == "cuda" else (24, 24)
+    local = SHARED / "hellaswag" / "hellaswag_val.jsonl"
+    examples = list(hellaswag.iterate_examples("val", local if local.exists() else None))
+    torch.manual_seed(0)
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(n_vocab=50257)).to(device)
+
+    def pick(r, n):
+        return examples[r::len(examples) // n][:n]
+
+    @torch.no_grad()
+    def naive(rendered):
+        right = 0
+        for tokens, mask, label in rendered:
+            losses = naive_ending_losses(model, tokens.to(device), mask.to(device))
+            right += int((losses / mask.sum(1).to(device)).argmin() == label)
+        return right
+
+    for dtype in (torch.float32, torch.bfloat16):
+        times = []
+        with torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext():
+            for r in range(-1, rounds):  # round -1 warms up
+                rendered = [hellaswag.render_example(e)[1:] for e in pick(max(r, 0), n_naive if r >= 0 else 4)]
+                questions = hellaswag.prepare(pick(max(r, 0), n_fast if r >= 0 else 4), model)
+                start = time.perf_counter()
+                naive(rendered)
+                between = time.perf_counter()
+                hellaswag.evaluate(model, questions)
+                times.append(((between - start) / len(rendered), (time.perf_counter() - between) / len(questions.labels)))
+        slow, fast = (statistics.median(t) for t in zip(*times[1:]))
+        ratio = statistics.median(s / f for s, f in times[1:])
+        print(f"{str(dtype)[6:]:<9} one at a time {1 / slow:7.2f} examples/s, evaluate {1 / fast:8.2f} examples/s: "
+              f"{ratio:.2f}x (rounds {', '.join(f'{s / f:.2f}' for s, f in times[1:])})", flush=True)
+    if device.type == "cuda":
+        print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
+
+
+BENCHES["hellaswag"] = bench_hellaswag
 
 
 def main():
