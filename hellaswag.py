@@ -93,10 +93,10 @@ def fetch():
     print(f"fetching HellaSwag ({HUB['repo_id']}, 6 MB) to {DATA}", flush=True)
     part = DATA.with_name(f"{DATA.name}.{os.getpid()}.part")
     try:
-        import huggingface_hub
+        from huggingface_hub import hf_hub_download, logging
         from pyarrow import parquet
-        huggingface_hub.utils.logging.set_verbosity_error()  # its retries end in the one line below
-        rows = parquet.read_table(huggingface_hub.hf_hub_download(**HUB)).to_pylist()
+        logging.set_verbosity_error()  # its retries end in the one line below
+        rows = parquet.read_table(hf_hub_download(**HUB)).to_pylist()
         DATA.parent.mkdir(exist_ok=True)
         with open(part, "w", encoding="utf-8") as f:
             f.writelines(json.dumps(row) + "\n" for row in rows)
@@ -277,10 +277,10 @@ class Score(NamedTuple):
     acc_norm_stderr = property(lambda self: (self.acc_norm * (1 - self.acc_norm) / max(1, self.total)) ** 0.5)
 
 
-def count(sums, questions, done=True):
-    """The Score by endings' summed losses (Q, 4); done: (Q,) bool, the questions to count."""
-    right = [((x.argmin(1) == questions.labels) & done).sum() for x in (sums, sums / questions.lengths)]
-    return Score(int(done.sum()) if torch.is_tensor(done) else len(sums), *map(int, right), questions.cut)
+def count(sums, questions, done=slice(None)):
+    """The Score by endings' summed losses (Q, 4); done: which of the questions to count."""
+    sums, lengths, labels = sums[done], questions.lengths[done], questions.labels[done]
+    return Score(len(labels), *(int((x.argmin(1) == labels).sum()) for x in (sums, sums / lengths)), questions.cut)
 
 
 def ending_losses(model, questions, progress=False):
@@ -328,11 +328,11 @@ def load_model(name):
         raise HellaSwagError(f"-m {name} is a checkpoint: make a folder of it and take -m hf; python -c "
                              f"\"import train_gpt2 as t; t.export('{name}', 'hf')\" does.")
     try:
-        import huggingface_hub
         import transformers
+        from huggingface_hub import logging
         transformers.logging.set_verbosity_error()  # what it would say, the errors below say in a line
         transformers.logging.disable_progress_bar()
-        huggingface_hub.utils.logging.set_verbosity_error()
+        logging.set_verbosity_error()
         model, info = transformers.AutoModelForCausalLM.from_pretrained(name, use_safetensors=True,
                                                                         output_loading_info=True)
     except Exception as e:  # config, hub, HTTP, safetensors, a model's own code: there is no list of their errors

@@ -277,13 +277,11 @@ class GPT(nn.Module):
 
         Raises UserError where it can't be had, is not a GPT-2, or lacks tensors.
         """
-        hf, missing = read_hugging_face(name)
+        hf = read_hugging_face(name)
         c = hf.config
         model = cls(GPTConfig(c.n_positions, padded(c.vocab_size), c.n_layer, c.n_head, c.n_embd, c.vocab_size,
                               c.tie_word_embeddings))
         source = hf.state_dict()
-        if missing:
-            raise UserError(f"{name} lacks {', '.join(missing)}: it is not a whole GPT-2.")
         with torch.no_grad():
             for key, p in model.state_dict().items():
                 w = source[key].t() if key.endswith(CONV1D) else source[key]
@@ -292,22 +290,29 @@ class GPT(nn.Module):
 
     def save_pretrained(self, folder, encoding=None):
         """Write a Hugging Face folder: config.json, model.safetensors, generation_config.json, and with a tiktoken
-        encoding its tokenizer. What was there is replaced once the new folder is whole. Needs `transformers`."""
-        transformers = quiet_transformers()
-        c, eot = self.config, encoding.eot_token if encoding else None
+        encoding its tokenizer. Files there are replaced once the new ones are whole. Needs `transformers`."""
+        from safetensors import SafetensorError
+        transformers, folder, part = quiet_transformers(), Path(folder), Path(f"{Path(folder)}.part")
+        c, eot = self.config, self.config.n_vocab - 1  # <|endoftext|> is the last id of both encodings
         hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
             vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
             tie_word_embeddings=c.tied, bos_token_id=eot, eos_token_id=eot, pad_token_id=eot))
+        if c.block_size <= 256:  # a pipeline's new tokens unless told otherwise: beyond the context it would crash
+            hf.generation_config.max_length = c.block_size
         state = {k: w[:c.n_vocab] if k in ("transformer.wte.weight", "lm_head.weight") else w
                  for k, w in self.state_dict().items()}
         hf.load_state_dict({k: w.t().contiguous() if k.endswith(CONV1D) else w for k, w in state.items()})
-        part = Path(f"{folder}.part")
         shutil.rmtree(part, ignore_errors=True)
-        hf.save_pretrained(part)
+        try:
+            hf.save_pretrained(part, max_shard_size="50GB")  # one file
+        except SafetensorError as e:  # a full disk, mostly
+            raise OSError(str(e)) from None
         if encoding:
             hugging_face_tokenizer(encoding, c.block_size).save_pretrained(part)
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(part, folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in part.iterdir():
+            os.replace(file, folder / file.name)
+        part.rmdir()
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
@@ -327,44 +332,53 @@ def padded(n_vocab):
 
 def quiet_transformers():
     """The module without its notices and progress bars; what goes wrong, our own errors say in a line."""
+    import huggingface_hub
     import transformers
+    huggingface_hub.utils.logging.set_verbosity_error()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     return transformers
 
 
 def read_hugging_face(name):
-    """(transformers' GPT2LMHeadModel, names of missing tensors). Raises UserError for anything that is no GPT-2."""
-    transformers = quiet_transformers()
+    """transformers' GPT2LMHeadModel. Raises UserError for whatever is no whole GPT-2."""
     try:
+        transformers = quiet_transformers()
         c = transformers.AutoConfig.from_pretrained(name)
-        if c.model_type != "gpt2" or c.activation_function != "gelu_new" or c.n_inner not in (None, 4 * c.n_embd) \
-                or c.scale_attn_by_inverse_layer_idx:
-            raise UserError(f"{name} is not a GPT-2 but a {c.model_type} that differs from it: take another init_from.")
-        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, dtype=torch.float32, output_loading_info=True,
-                                                                ignore_mismatched_sizes=True)
-    except (OSError, ValueError, RuntimeError, KeyError) as e:  # what transformers and safetensors raise
-        raise UserError(f'init_from="{name}" can\'t be loaded ({str(e).strip().splitlines()[0][:160]}): give a '
-                        f"Hugging Face folder, go online (HF_ENDPOINT names a mirror), or --init_from=scratch.") from None
-    if wrong := [key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]]:
-        raise UserError(f"{name} has tensors of a shape its config.json does not say: {', '.join(sorted(wrong))}.")
-    return hf, sorted(info["missing_keys"])
+        hf, info = None, {}
+        if c.model_type == "gpt2":
+            hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True,
+                                                                    ignore_mismatched_sizes=True)
+    except Exception as e:  # there is no list of what a foreign or broken file, or a network, may set off in there
+        reason = " ".join(f"{type(e).__name__} {e}".split())
+        raise UserError(f'init_from="{name}" can\'t be loaded ({reason[:160]}): give a Hugging '
+                        f"Face folder, go online (HF_ENDPOINT names a mirror), or --init_from=scratch.") from None
+    for key, ours in (("model_type", "gpt2"), ("activation_function", "gelu_new"), ("layer_norm_epsilon", 1e-5),
+                      ("n_inner", None), ("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
+        theirs = getattr(c, key)
+        if theirs != ours and not (key == "n_inner" and theirs == 4 * c.n_embd):
+            raise UserError(f"{name} is not a GPT-2: its config.json says {key}={theirs}, not {ours}.")
+    wrong = [key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]]
+    for what, keys in (("of another shape than its config.json says", wrong), ("missing", info["missing_keys"])):
+        if keys:
+            more = f" and {len(keys) - 12} more" if len(keys) > 12 else ""
+            raise UserError(f"{name} is not a whole GPT-2; {what}: {', '.join(sorted(keys)[:12])}{more}.")
+    return hf
 
 
 def hugging_face_tokenizer(encoding, context):
     """A tiktoken encoding as a transformers tokenizer with the same ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-    converter = TikTokenConverter()
-    converter.load_tiktoken_bpe = lambda _: {encoding.decode_single_token_bytes(i): i
-                                             for i in range(encoding.eot_token)}
-    tokenizer = Tokenizer(models.BPE(*converter.extract_vocab_merges_from_model(None)))
+    from transformers import GPT2TokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+    letters = bytes_to_unicode()  # a printable character for each byte: how these files spell tokens
+    ids = {"".join(letters[b] for b in encoding.decode_single_token_bytes(i)): i for i in range(encoding.eot_token)}
+    # of all neighbours that make a token, tiktoken joins those that make the lowest id first
+    merges = [(t[:i], t[i:]) for t in ids for i in range(1, len(t)) if t[:i] in ids and t[i:] in ids]
+    tokenizer = Tokenizer(models.BPE(ids, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # its regex is GPT-2's
     tokenizer.decoder = decoders.ByteLevel()
-    eot = encoding.decode([encoding.eot_token])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=eot, eos_token=eot, unk_token=eot,
-                                   model_max_length=context)
+    return GPT2TokenizerFast(tokenizer_object=tokenizer, model_max_length=context, clean_up_tokenization_spaces=False)
 
 
 # ------------------------------------------------------------------------------------------------------ data
@@ -382,8 +396,9 @@ def get_encoding(name):
 
 
 def shown(text):
-    """Text as any terminal can show it: odd bytes and control characters are escaped."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    """Text as this terminal can show it: control characters, and what stdout's encoding lacks, are escaped."""
+    text = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    return text.encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding)
 
 
 def load_text(path, encoding):
@@ -877,8 +892,12 @@ def from_weights(content):
 
 def export(pt, folder):
     """A .pt of ours to a Hugging Face folder: python -c "import train_gpt2 as t; t.export('log/model_19073.pt', 'hf')" """
-    content = read_checkpoint(pt)
-    from_weights(content).save_pretrained(folder, get_encoding(content["encoding"]))
+    content, encoding = read_checkpoint(pt), None
+    try:
+        encoding = get_encoding(content["encoding"])
+    except UserError as e:
+        print(f"exporting without a tokenizer. {e}")
+    from_weights(content).save_pretrained(folder, encoding)
 
 
 def build_model(cfg, encoding, saved):
@@ -1100,7 +1119,8 @@ def wrap_ddp(raw, cfg, place):
                 gradient_as_bucket_view=True)
     if cfg.grad_comm == "bfloat16":
         from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        # by way of a lambda: under its own name DDP refuses the hook with gloo, which can do it
+        model.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
     return model
 
 
@@ -1265,6 +1285,8 @@ def main():
             train(run)
     except torch.OutOfMemoryError:
         sys.exit(f"train_gpt2.py: {out_of_memory(cfg, place)}")
+    except KeyboardInterrupt:  # train() has handlers of its own
+        sys.exit("train_gpt2.py: stopped before the first step")
     except UserError as e:
         sys.exit(f"train_gpt2.py: {e}" if place is None or place.rank == 0 or not e.agreed else 1)
     finally:

@@ -9,6 +9,7 @@ import io
 import os
 import platform
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -201,7 +202,7 @@ def tokenize_naively(text):
 
 
 def bench_tokenize():
-    """Documents to tokens: bare tiktoken on one core times the cores, a pool over documents, fineweb.py as it is run."""
+    """Documents to tokens: bare tiktoken on a core times the cores, a pool over documents, fineweb.py as it is run."""
     import multiprocessing
     import random
     import subprocess
@@ -223,7 +224,8 @@ def bench_tokenize():
         for copy in range(copies):
             for file in files:
                 Path(folder, f"{copy}_{file.name}").symlink_to(file)
-        total, part = (sum(map(len, encoding.encode_ordinary_batch(t, num_threads=cores))) + len(t) for t in (texts, sample))
+        total, part = (sum(map(len, encoding.encode_ordinary_batch(some, num_threads=cores))) + len(some)
+                       for some in (texts, sample))
         if files[0].parent == Path(folder):
             total *= 1 + 1 / copies  # the made-up file itself lies in the folder as well
 
@@ -237,16 +239,18 @@ def bench_tokenize():
                 for _ in workers.imap(tokenize_naively, texts, chunksize=16):
                     pass
 
-        # turn and turn about, since other work on the machine slows whatever runs at that moment
-        sides = {f"bare tiktoken x {cores} cores": (lambda: [encoding.encode_ordinary(text) for text in sample], part * cores),
+        # name -> (what to run, tokens it makes); turn and turn about, since the machine may be busy with other work too
+        def bare():
+            for text in sample:
+                encoding.encode_ordinary(text)
+
+        sides = {f"bare tiktoken x {cores} cores": (bare, part * cores),
                  "a pool over documents": (pool, total), "fineweb.py, start to end": (ours, total * copies)}
         rounds = [{name: tokens / median_seconds(run, repeats=1, warmup=0) for name, (run, tokens) in sides.items()}
                   for _ in range(3)]
-    bare = None
-    for name in sides:
-        rate = statistics.median(one[name] for one in rounds)
-        bare = bare or rate
-        print(f"{name:28} {rate / 1e6:6.2f} M tokens/s   {rate / bare:5.2f}")
+    rates = {name: statistics.median(one[name] for one in rounds) for name in sides}
+    for name, rate in rates.items():
+        print(f"{name:28} {rate / 1e6:6.2f} M tokens/s   {rate / next(iter(rates.values())):5.2f} of bare")
 
 
 BENCHES["tokenize"] = bench_tokenize
@@ -307,6 +311,113 @@ def bench_hellaswag():
 
 
 BENCHES["hellaswag"] = bench_hellaswag
+
+
+def anonymous_mib():
+    """MiB that this process itself allocated (not what it maps from files), or nan where /proc has no such figure."""
+    try:
+        return next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith("RssAnon")) / 1024
+    except (OSError, StopIteration):
+        return float("nan")
+
+
+def bench_loader():
+    """A (64, 1024) batch from a shard of 100 M tokens: ours, a plain memmap slice, and a shard loaded to int64."""
+    import numpy as np
+    import torch
+    import train_gpt2 as t
+    B, T, n = 64, 1024, 100_000_000
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "random_train_000000.npy")
+        np.save(path, np.random.default_rng(0).integers(0, 50257, n).astype(np.uint16))
+        row = iter(range(0, 10**9, B))
+        before, start = anonymous_mib(), time.perf_counter()
+        loader = t.DataLoaderLite([path], T, seed=1, shuffle=True)
+        opened = time.perf_counter() - start
+        ours = median_seconds(lambda: loader.batch(next(row) , B), 200, 20)
+        held = anonymous_mib() - before
+        shard = np.load(path, mmap_mode="r")
+
+        def plain():
+            i = next(row) * T % (n - B * T - 1)
+            torch.from_numpy(shard[i:i + B * T + 1].astype(np.int64))
+        slice_ = median_seconds(plain, 200, 20)
+        before, start = anonymous_mib(), time.perf_counter()
+        tokens = torch.tensor(np.load(path).astype(np.int64))
+        loaded, held64 = time.perf_counter() - start, anonymous_mib() - before
+
+        def from_tensor():
+            i = next(row) * T % (n - B * T - 1)
+            tokens[i:i + B * T].view(B, T), tokens[i + 1:i + B * T + 1].view(B, T)
+        views = median_seconds(from_tensor, 200, 20)
+    table([("ours: shuffled rows of a memory-mapped shard", f"{ours * 1e3:.2f}", f"{opened * 1e3:.0f}", f"{held:.0f}"),
+           ("plain memmap slice, in file order", f"{slice_ * 1e3:.2f}", "", ""),
+           ("whole shard as int64", f"{views * 1e3:.2f}", f"{loaded * 1e3:.0f}", f"{held64:.0f}")],
+          ("side", "ms per (64, 1024) batch", "ms to open and check a shard", "MiB held"))
+    print(f"\nA batch costs {ours / slice_:.2f} x a plain slice; opening costs {opened / loaded:.2f} x loading to int64")
+
+
+BENCHES["loader"] = bench_loader
+
+
+def bytes_on_loopback():
+    """Bytes that this machine has sent over its loopback interface so far."""
+    line = next(l for l in open("/proc/net/dev") if l.strip().startswith("lo:"))
+    return int(line.split(":")[1].split()[8])
+
+
+def bench_wire():
+    """What two processes really send for a step, in float32 and in bfloat16, against the formula."""
+    sent, losses = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for grad_comm in ("float32", "bfloat16"):
+            for steps in (2, 12):
+                before = bytes_on_loopback()
+                log = Path(folder, f"{grad_comm}{steps}")
+                constants = dict(n_layer=4, n_head=4, n_embd=256, T=64, B=4, total_batch_size=1024, max_steps=steps,
+                                 encoding="bytes", data=ROOT / "input.txt", eval_every=0, sample_every=0, save_every=0,
+                                 dtype="float32", log_dir=log, grad_comm=grad_comm, max_lr=1e-3, warmup_steps=2)
+                subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                                str(ROOT / "train_gpt2.py"), *(f"--{k}={v}" for k, v in constants.items())],
+                               check=True, capture_output=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+                sent[grad_comm, steps] = bytes_on_loopback() - before
+                losses[grad_comm] = (log / "log.txt").read_text().split()[-1]
+    import train_gpt2 as t
+    N = t.GPT(t.GPTConfig(64, 384, 4, 4, 256, 257)).num_params()
+    rows = []
+    for grad_comm, width in (("float32", 4), ("bfloat16", 2)):
+        real = (sent[grad_comm, 12] - sent[grad_comm, 2]) / 10 / 2
+        formula = 2 * (2 - 1) / 2 * N * width
+        rows.append((grad_comm, f"{real / 2**20:.2f}", f"{formula / 2**20:.2f}", f"{real / formula:.3f}", losses[grad_comm]))
+    print(f"{N:,} parameters, 2 processes, gloo over loopback\n")
+    table(rows, ("gradients in", "MiB sent per process and step", "ring formula 2 (n-1)/n N bytes", "ratio", "loss of step 12"))
+    scaling_on_paper()
+
+
+def scaling_on_paper(tokens=524288, tokens_per_second=16 * 1024 / 0.093, S=124_439_808):
+    """Step time and efficiency from the ring formula; the compute rate is the tutorial's A100, nothing measured here.
+
+    compute = tokens / (n * rate); sending = 2 (n-1)/n S bytes / bandwidth, of which the last micro-step's backward,
+    two thirds of it, hides as much as it lasts: step = compute + max(0, sending - 2/3 last micro-step).
+    """
+    links = [("NVLink, 230 GB/s in a ring", 230e9), ("100 Gb/s Ethernet per node of 8", 12.5e9)]
+    rows = []
+    for n in (1, 8, 16, 64):
+        compute = tokens / (n * tokens_per_second)
+        last = compute / max(1, tokens // (n * 64 * 1024))
+        for name, bandwidth in links[:1] if n <= 8 else links:
+            cells = []
+            for width in (4, 2):
+                sending = 2 * (n - 1) / n * S * width / bandwidth
+                step = compute + max(0.0, sending - 2 / 3 * last)
+                cells += [f"{sending * 1e3:.0f}", f"{step * 1e3:.0f}", f"{compute / step:.0%}"]
+            rows.append((n, name if n > 1 else "-", f"{compute * 1e3:.0f}", *cells))
+    print("\nOn paper, GPT-2 (124M), 524,288 tokens a step, B = 64 or less\n")
+    table(rows, ("GPUs", "link", "compute, ms", "sending fp32, ms", "step, ms", "efficiency", "sending bf16, ms", "step, ms",
+                 "efficiency"))
+
+
+BENCHES["wire"] = bench_wire
 
 
 def main():

@@ -28,8 +28,8 @@ import fineweb
 
 SHARD = 50_000  # tokens
 DATASET, CONFIGURATION = "HuggingFaceFW/fineweb-edu", "sample-10BT"
-ODD = ["<|endoftext|>", "a <|endoftext|> b <|fim_prefix|>", "\u200b\u202e\ufeff z\u0351\u0313algo 👩‍👩‍👧 中文 \U0010ffff",
-       "\x00\x01\r\n\r", " " * 5000, "a" * 5000, "no end"]
+ODD = ["<|endoftext|>", "a <|endoftext|> b <|fim_prefix|>", "\u200b\u202e\ufeff z\u0351\u0313algo \U0010ffff",
+       "👩‍👩‍👧 中文", "\x00\x01\r\n\r", " " * 5000, "a" * 5000, "no end"]
 
 
 # ------------------------------------------------------------------------------------------------- helpers
@@ -562,7 +562,7 @@ def test_other_settings_are_refused_with_the_difference(corpus, whole, tmp_path)
     assert_refused(make(corpus, whole, shard_size=SHARD + 1), f"shard_size {SHARD}, not {SHARD + 1}")
     assert_refused(make(corpus, whole, encoding="gpt2"), "encoding bytes, not gpt2")
     write_parquet(tmp_path / "a.parquet", ["other"])
-    assert_refused(make(tmp_path, whole), f"source {corpus}, not {tmp_path}; a.parquet, bytes .*; b.jsonl, bytes .*, not None")
+    assert_refused(make(tmp_path, whole), f"source {corpus}, not {tmp_path}; a.parquet, .*; b.jsonl, .*, not None")
     assert digests(whole) == before
 
 
@@ -570,13 +570,13 @@ def test_a_corpus_that_changed_is_refused(tmp_path):
     write_parquet(tmp_path / "in/a.parquet", ["one"])
     assert_made(make(tmp_path / "in", tmp_path / "out"))
     write_parquet(tmp_path / "in/b.parquet", ["two"])
-    assert_refused(make(tmp_path / "in", tmp_path / "out"), r"made from something else: b.parquet, bytes None, not \d+\.")
+    assert_refused(make(tmp_path / "in", tmp_path / "out"), r"made from something else: b.parquet, bytes None, not \d+")
 
 
 def test_foreign_shards_and_a_damaged_manifest_are_refused(corpus, tmp_path):
     np.save(tmp_path / "edufineweb_train_000001.npy", np.zeros(10, np.uint16))
     assert_refused(make(corpus, tmp_path), "no manifest.json", "another --local_dir")
-    for damage in ("{", "[]", '{"settings": {}, "shards": []}'):
+    for damage in ("{", "[]", '{"settings": []}'):
         (tmp_path / "manifest.json").write_text(damage)
         assert_refused(make(corpus, tmp_path), "manifest.json is damaged")
 

@@ -22,6 +22,15 @@ from train_gpt2 import GPT, GPTConfig
 VOCAB = 300
 
 
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Models this small are not worth threads, which on a busy machine only wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def made_up(n=20, seed=0, longest_context=40):
     """Questions of random ids: no vocabulary needed. Some endings are a single token, some contexts too."""
     r = random.Random(seed)
@@ -137,10 +146,8 @@ def test_autocast_compiled_and_random_state():
 
 
 def test_compiled_models_score_the_same():
-    if not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        pytest.skip("torch.compile needs a C++ compiler")
     model, questions = gpt(), made_up(30)
-    compiled = torch.compile(model)
+    compiled = torch.compile(model, backend="eager")  # what follows the graphs' capture, a C++ compiler, adds nothing
     compiled(torch.zeros(1, 8, dtype=torch.int64))  # really compiled, for the shape that training has
     expected = hellaswag.ending_losses(model, hellaswag.prepare(questions, model))
     torch._dynamo.utils.counters.clear()
@@ -289,7 +296,7 @@ def test_fetching_from_a_hub(give, ok, tmp_path):
     first, asked, again = run_script(script, env=env), len(hub.asked), run_script(script, env=env)
     server.shutdown()
     if ok:
-        assert first.returncode == 0 and first.stdout.endswith("['0', '1', '2']\n".replace("'", "")), first.stderr
+        assert first.returncode == 0 and first.stdout.endswith("[0, 1, 2]\n"), first.stderr
         assert again.stdout == "[0, 1, 2]\n" and len(hub.asked) == asked > 0  # fetched once
         assert json.loads(data.read_text().splitlines()[0])["ctx_a"] == "A man"
     else:
@@ -335,7 +342,7 @@ def test_bad_command_lines_are_one_line(data, tmp_path, folder):
 
 
 def test_bad_models_are_one_line(data, tmp_path, folder, gpt2_encoding):
-    run = functools.partial(run_script, "hellaswag.py", "-d", "cpu", "--data", data, env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}, )
+    run = functools.partial(run_script, "hellaswag.py", "-d", "cpu", "--data", data, env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)})
     one_line(run("-m", "log/model_19073.pt"), "log/model_19073.pt", "t.export(")
     one_line(run("-m", "nobody/nothing"), "-m nobody/nothing")
     (tmp_path / "empty").mkdir()
