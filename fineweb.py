@@ -11,6 +11,7 @@ every document, documents run on across shards, shard 0 is for validation, the l
 Top to bottom: constants, documents, tokens, the shards' folder, the run, command line.
 """
 import argparse
+import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -164,9 +165,10 @@ def json_batches(fs, path, row):
 def open_parquet(fs, path):
     """The parquet file, its footer read. Raises UserError where it is damaged or has no such texts."""
     import pyarrow.parquet as pq
-    # no cache: it reads ahead, and what follows a row group is another worker's, so would be downloaded for nothing
-    parquet = readable(path, 0, lambda: pq.ParquetFile(fs.open(path, "rb", cache_type="none"), buffer_size=BATCH_BYTES,
-                                                       page_checksum_verification=True))
+    # no cache: it reads ahead, and what follows a row group is another worker's, so would be downloaded for nothing;
+    # no pre-buffering: it would hold a big row group whole
+    parquet = readable(path, 0, lambda: pq.ParquetFile(fs.open(path, "rb", cache_type="none"), pre_buffer=False,
+                                                       buffer_size=BATCH_BYTES, page_checksum_verification=True))
     types = {field.name: str(field.type) for field in parquet.schema_arrow}
     if types.get(TEXT) not in ("string", "large_string"):
         raise UserError(f"{path} has no column {TEXT!r} of strings; it has {types}.")
@@ -208,6 +210,7 @@ def read_line(path, row, line):
 
 
 # ------------------------------------------------------------------------------------------------- tokens
+WORKER_DIED = "A worker process died, likely for want of memory: take a smaller --nprocs; the same command goes on."
 worker = SimpleNamespace()  # a worker process' own encoding and file system, set once by start_worker
 
 
@@ -225,11 +228,11 @@ def get_encoding(name):
 
 
 def encode(encoding, text):
-    """Tokens of `text`, (n,) uint32; what looks like a special token is ordinary text here."""
-    try:
-        return encoding.encode_to_numpy(text, disallowed_special=())
-    except UnicodeEncodeError:  # a lone surrogate, which JSON can hold: replaced, as tiktoken's own encode does
-        return encode(encoding, text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+    """Tokens of `text`, (n,); what looks like a special token is ordinary text here."""
+    if "<|endoftext|>" not in text:  # which tiktoken 0.9's encode_to_numpy takes for the special token in any case
+        with contextlib.suppress(UnicodeEncodeError):  # a lone surrogate, from JSON: encode_ordinary replaces it
+            return encoding.encode_to_numpy(text, disallowed_special=())
+    return np.array(encoding.encode_ordinary(text), dtype=np.uint32)
 
 
 def tokenize(batch):
@@ -251,6 +254,20 @@ def start_worker(encoding, fs):
     worker.encoding, worker.fs = encoding, fs
 
 
+def wait_for(result, workers):
+    """The value of a future; ends the program where a worker was killed while it sent one.
+
+    Then the pool, and so its shutdown too, would wait for the rest of the message for ever.
+    """
+    while True:
+        try:
+            return result.result(timeout=1)
+        except concurrent.futures.TimeoutError:
+            if not all(process.is_alive() for process in workers):
+                print(f"fineweb.py: {WORKER_DIED}", file=sys.stderr, flush=True)
+                os._exit(1)
+
+
 def tokenize_all(batches, nprocs, encoding, fs):
     """Yield (batch, tokens, documents left out) in the order of `batches`, by `nprocs` processes. Raises UserError."""
     # spawned on every system: a fork would copy the hub client's threads and sockets in the midst of their work
@@ -259,17 +276,18 @@ def tokenize_all(batches, nprocs, encoding, fs):
     for _ in range(nprocs):
         pool.submit(os.getpid)  # ... it starts, which it does at its first job
     signal.signal(signal.SIGINT, before)
+    workers = multiprocessing.active_children()
     window = deque()  # results in order; no more than this wait, however fast the workers are
     try:
         for batch in batches:
             window.append((batch, pool.submit(tokenize, batch)))
             if len(window) == BATCHES_PER_WORKER * nprocs:
                 batch, result = window.popleft()
-                yield batch, *result.result()
+                yield batch, *wait_for(result, workers)
         for batch, result in window:
-            yield batch, *result.result()
+            yield batch, *wait_for(result, workers)
     except BrokenProcessPool:
-        raise UserError("A worker process died, likely for want of memory: take a smaller --nprocs.") from None
+        raise UserError(WORKER_DIED) from None
     finally:
         pool.shutdown(cancel_futures=True)
 

@@ -34,7 +34,7 @@ HUB = dict(repo_id="Rowan/hellaswag", repo_type="dataset", filename="default/val
 # These bound the memory. On a CPU small batches stay in its cache, and logits below 32 MiB in memory that glibc hands
 # out again instead of mapping it anew.
 LONGEST = 2048                        # tokens of context and ending, also for models that could read more
-BUDGETS = {"cpu": (1024, 156), "gpu": (32768, 4096)}  # tokens of a forward pass, rows of logits alive at once
+BUDGETS = {"cpu": (512, 156), "gpu": (32768, 4096)}  # tokens of a forward pass, rows of logits alive at once
 BF16_SINCE = (8, 0)                   # compute capability that has bfloat16 in hardware
 SAME_LOSS = 1e-3                      # nats by which rounding may change a token's loss in float32
 KNOWN = "GPT-2 (124M) 0.2859 / 0.2955 · GPT-2 XL 0.3842 / 0.4893 · GPT-3 (124M) - / 0.337"  # acc / acc_norm
@@ -180,11 +180,11 @@ def collate(rows):
 
 
 class Prepared(NamedTuple):
-    batches: list         # of collate()
-    labels: torch.Tensor  # (Q,)
-    lengths: torch.Tensor # (Q, 4) tokens of the endings
-    packed: bool          # a row a question; else a row an ending
-    cut: int              # questions cut to fit the model's context
+    batches: list          # of collate()
+    labels: torch.Tensor   # (Q,) the right endings
+    lengths: torch.Tensor  # (Q, 4) tokens of the endings
+    packed: bool           # a row a question; else a row an ending
+    cut: int               # questions cut to fit the model's context
 
 
 def prepare(examples, model):
@@ -199,11 +199,12 @@ def prepare(examples, model):
             for k in ("block_size", "max_position_embeddings", "n_vocab", "vocab_size")}
     largest = max(max(ids) for q in whole for ids in (q.context, *q.endings))
     if largest >= (vocabulary := min(said["n_vocab"], said["vocab_size"])):
-        raise HellaSwagError(f"The questions hold token {largest}, the model's vocabulary ends at {vocabulary - 1}: score "
-                             f"a model of GPT-2's vocabulary, or with its own tokenizer beside it.")
+        raise HellaSwagError(f"The questions hold token {largest}, the model's vocabulary ends at {vocabulary - 1}: "
+                             f"take a model of GPT-2's vocabulary, or put its own tokenizer beside it.")
     questions = [cut(q, min(LONGEST, said["block_size"], said["max_position_embeddings"])) for q in whole]
-    packed = can_pack(model, max(questions, key=lambda q: len(q.context)))
-    budget = budget_of(model)[1 if packed else 2]  # unpacked, each token has its row of logits
+    packed = can_pack(getattr(model, "_orig_mod", model), max(questions, key=lambda q: len(q.context)))
+    _, tokens, logits = budget_of(model)
+    budget = tokens if packed else logits  # unpacked, each token has its row of logits
     groups = [[]]
     for row in sorted((row for i, q in enumerate(questions) for row in rows_of(i, q, packed)), key=row_length):
         if groups[-1] and (len(groups[-1]) + 1) * row_length(row) > budget:
@@ -224,7 +225,7 @@ def budget_of(model):
 
 
 def trunk_and_head(model, packed):
-    """(trunk(tokens, positions, mask) -> (R, T, C), head((N, C)) -> logits (N, V)) of a train_gpt2.GPT or a transformers
+    """(trunk(tokens, positions, mask) -> (R, T, C), head((N, C)) -> logits (N, V)) of a train_gpt2.GPT or transformers
     causal LM; for unpacked rows, of anything that maps ids to logits, alone or first in a tuple."""
     def logits(tokens, positions, mask):
         out = model(tokens)
@@ -237,7 +238,9 @@ def trunk_and_head(model, packed):
 
     if not packed:
         return logits, lambda x: x
-    return (model.hidden, model.head) if hasattr(model, "hidden") else (transformers_trunk, model.get_output_embeddings())
+    if hasattr(model, "hidden"):
+        return model.hidden, model.head
+    return transformers_trunk, model.get_output_embeddings()
 
 
 def can_pack(model, question):
@@ -248,9 +251,10 @@ def can_pack(model, question):
     with torch.autocast(budget_of(model)[0].type, enabled=False):
         single = token_losses(model, collate(rows_of(0, question, False)), False)
         try:
-            return torch.allclose(token_losses(model, collate(rows_of(0, question, True)), True), single, atol=SAME_LOSS)
+            packed = token_losses(model, collate(rows_of(0, question, True)), True)
         except Exception:  # whatever a foreign model says to arguments it does not know
             return False
+    return torch.allclose(packed, single, atol=SAME_LOSS)
 
 
 @torch.no_grad()
@@ -336,8 +340,8 @@ def load_model(name):
         model, info = transformers.AutoModelForCausalLM.from_pretrained(name, use_safetensors=True,
                                                                         output_loading_info=True)
     except Exception as e:  # config, hub, HTTP, safetensors, a model's own code: there is no list of their errors
-        raise HellaSwagError(f"-m {name} can't be loaded as a causal language model ({reason(e)}): give a hub name such "
-                             f"as gpt2 (HF_ENDPOINT names a mirror) or a Hugging Face folder.") from None
+        raise HellaSwagError(f"-m {name} can't be loaded as a causal language model ({reason(e)}): give a hub name "
+                             f"such as gpt2 (HF_ENDPOINT names a mirror) or a Hugging Face folder.") from None
     if info["missing_keys"]:
         raise HellaSwagError(f"-m {name} lacks {min(info['missing_keys'])}: it is not a whole model.")
     return model.float().eval()
@@ -386,6 +390,8 @@ def main():
         run(parser.parse_args())
     except HellaSwagError as e:
         sys.exit(f"hellaswag.py: {e}")
+    except KeyboardInterrupt:
+        sys.exit("hellaswag.py: stopped.")
 
 
 if __name__ == "__main__":

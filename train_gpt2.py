@@ -291,7 +291,6 @@ class GPT(nn.Module):
     def save_pretrained(self, folder, encoding=None):
         """Write a Hugging Face folder: config.json, model.safetensors, generation_config.json, and with a tiktoken
         encoding its tokenizer. Files there are replaced once the new ones are whole. Needs `transformers`."""
-        from safetensors import SafetensorError
         transformers, folder, part = quiet_transformers(), Path(folder), Path(f"{Path(folder)}.part")
         c, eot = self.config, self.config.n_vocab - 1  # <|endoftext|> is the last id of both encodings
         hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -305,10 +304,10 @@ class GPT(nn.Module):
         shutil.rmtree(part, ignore_errors=True)
         try:
             hf.save_pretrained(part, max_shard_size="50GB")  # one file
-        except SafetensorError as e:  # a full disk, mostly
+            if encoding:
+                hugging_face_tokenizer(encoding, c.block_size).save_pretrained(part)
+        except Exception as e:  # safetensors and tokenizers have errors of their own for a full disk
             raise OSError(str(e)) from None
-        if encoding:
-            hugging_face_tokenizer(encoding, c.block_size).save_pretrained(part)
         folder.mkdir(parents=True, exist_ok=True)
         for file in part.iterdir():
             os.replace(file, folder / file.name)
@@ -797,7 +796,7 @@ def read_checkpoint(path):
         with zipfile.ZipFile(path) as z:  # torch's format is a zip; torch itself skips the checksums in it
             if bad := z.testzip():
                 raise ValueError(f"wrong checksum of {bad}")
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        content = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
         GPTConfig(**content["gpt_config"]), content["model"], content["encoding"]
     except Exception as e:  # there is no list of what a foreign or broken file may set off in zipfile and torch
         raise Damaged(" ".join(f"{type(e).__name__} {e}".split())[:120]) from None
@@ -1124,10 +1123,10 @@ def wrap_ddp(raw, cfg, place):
     return model
 
 
-def train_step(run, stop=0):
+def train_step(run, signals=()):
     """One optimizer step on total_batch_size tokens.
 
-    Returns (mean loss, gradient norm before clipping, how many processes said stop=1).
+    Returns (mean loss, gradient norm before clipping, how many signals all processes got).
     """
     cfg, place, state, model = run.cfg, run.place, run.state, run.model
     passes = micro_steps(cfg, place.world)
@@ -1151,7 +1150,7 @@ def train_step(run, stop=0):
         state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
-    loss, norm, stops = total_over_ranks(place, loss_sum / passes, norm, stop)  # the step's one wait for the GPU
+    loss, norm, stops = total_over_ranks(place, loss_sum / passes, norm, len(signals))  # the one wait for the GPU
     return loss / place.world, norm / place.world, int(stops)
 
 
@@ -1229,7 +1228,7 @@ def train(run):
         if state.step == cfg.max_steps:
             return
         start = time.perf_counter()
-        loss, norm, stops = train_step(run, stop=len(signals) > 0)
+        loss, norm, stops = train_step(run, signals)
         if not math.isfinite(loss):
             raise UserError(f"The loss of step {state.step} is {loss}: lower --max_lr or look at the data. What was saved "
                             f"before stands.", agreed=True)

@@ -201,8 +201,17 @@ def tokenize_naively(text):
     return np.array([encoding.eot_token, *encoding.encode_ordinary(text)], dtype=np.uint16)
 
 
+def tokenize_barely(texts):
+    """Tokens per second of tiktoken in this process: no reading, no writing, nothing handed over."""
+    import tiktoken
+    encoding = tiktoken.get_encoding("gpt2")
+    start = time.perf_counter()
+    tokens = sum(len(encoding.encode_ordinary(text)) for text in texts)
+    return tokens / (time.perf_counter() - start)
+
+
 def bench_tokenize():
-    """Documents to tokens: bare tiktoken on a core times the cores, a pool over documents, fineweb.py as it is run."""
+    """Documents to tokens: bare tiktoken on every core at once, a pool over documents, fineweb.py as it is run."""
     import multiprocessing
     import random
     import subprocess
@@ -211,46 +220,45 @@ def bench_tokenize():
     import pyarrow.parquet as pq
     import tiktoken
     encoding, cores = tiktoken.get_encoding("gpt2"), len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder:
+    spawn = multiprocessing.get_context("spawn")
+    copies = 6  # of the corpus: one shard of the default size, so that starting the workers weighs little
+    with tempfile.TemporaryDirectory() as corpus, tempfile.TemporaryDirectory() as made_up:
         files = sorted((SHARED / "fineweb_standin").glob("*.parquet"))
         if not files:
             words = [f"{a}{b}" for a in ("the", "over", "in", "re", "con") for b in ("", "sult", "tain", "st", "ing")]
             texts = [" ".join(random.Random(i).choices(words, k=1000)) for i in range(10_000)]
-            files = [Path(folder, "made_up.parquet")]
+            files = [Path(made_up, "made_up.parquet")]
             pq.write_table(pa.table({"text": texts}), files[0], row_group_size=1000)
-        texts = [text for file in files for text in pq.read_table(file, columns=["text"])["text"].to_pylist()]
-        sample = texts[::len(texts) // 2000 or 1]
-        copies = 6  # of the corpus: one shard of the default size, so that starting the workers weighs little
         for copy in range(copies):
             for file in files:
-                Path(folder, f"{copy}_{file.name}").symlink_to(file)
-        total, part = (sum(map(len, encoding.encode_ordinary_batch(some, num_threads=cores))) + len(some)
-                       for some in (texts, sample))
-        if files[0].parent == Path(folder):
-            total *= 1 + 1 / copies  # the made-up file itself lies in the folder as well
+                Path(corpus, f"{copy}_{file.name}").symlink_to(file)
+        texts = [text for file in files for text in pq.read_table(file, columns=["text"])["text"].to_pylist()]
+        tokens = sum(map(len, encoding.encode_ordinary_batch(texts, num_threads=cores))) + len(texts)
 
-        def ours():
-            with tempfile.TemporaryDirectory() as shards:
-                subprocess.run([sys.executable, ROOT / "fineweb.py", f"--source={folder}", f"--local_dir={shards}"],
-                               check=True, stdout=subprocess.DEVNULL)
+        def bare():
+            with spawn.Pool(cores) as workers:
+                return sum(workers.map(tokenize_barely, [texts[i::cores] for i in range(cores)], chunksize=1))
 
         def pool():
-            with multiprocessing.get_context("spawn").Pool(cores) as workers:
+            start = time.perf_counter()
+            with spawn.Pool(cores) as workers:
                 for _ in workers.imap(tokenize_naively, texts, chunksize=16):
                     pass
+            return tokens / (time.perf_counter() - start)
 
-        # name -> (what to run, tokens it makes); turn and turn about, since the machine may be busy with other work too
-        def bare():
-            for text in sample:
-                encoding.encode_ordinary(text)
+        def ours():
+            start = time.perf_counter()
+            with tempfile.TemporaryDirectory() as shards:
+                subprocess.run([sys.executable, ROOT / "fineweb.py", f"--source={corpus}", f"--local_dir={shards}"],
+                               check=True, stdout=subprocess.DEVNULL)
+            return tokens * copies / (time.perf_counter() - start)
 
-        sides = {f"bare tiktoken x {cores} cores": (bare, part * cores),
-                 "a pool over documents": (pool, total), "fineweb.py, start to end": (ours, total * copies)}
-        rounds = [{name: tokens / median_seconds(run, repeats=1, warmup=0) for name, (run, tokens) in sides.items()}
-                  for _ in range(3)]
-    rates = {name: statistics.median(one[name] for one in rounds) for name in sides}
-    for name, rate in rates.items():
-        print(f"{name:28} {rate / 1e6:6.2f} M tokens/s   {rate / next(iter(rates.values())):5.2f} of bare")
+        sides = {f"bare tiktoken, {cores} processes": bare, "a pool over documents": pool, "fineweb.py, start to end": ours}
+        # turn and turn about, since the machine may be busy with other work too
+        rounds = [[run() for run in sides.values()] for _ in range(5)]
+    medians = [statistics.median(rates) for rates in zip(*rounds)]
+    for name, rate in zip(sides, medians):
+        print(f"{name:28} {rate / 1e6:6.2f} M tokens/s   {rate / medians[0]:5.2f} of bare")
 
 
 BENCHES["tokenize"] = bench_tokenize
@@ -267,14 +275,16 @@ def naive_ending_losses(model, tokens, mask):
 
 def bench_hellaswag():
     """examples/s of hellaswag.evaluate against one question at a time, GPT-2 (124M) with random weights. Both sides are
-    tokenized beforehand and run in one autocast; each of the rounds takes other questions from all over the file."""
+    tokenized beforehand; each round takes other questions from all over the file. The plain loop enters autocast for
+    each question, as such loops do (it casts the weights anew); "warm" is that loop within a single autocast."""
     import contextlib
+    from functools import partial
     import torch
     import hellaswag
     import train_gpt2
     rounds = 5
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    n_naive, n_fast = (300, 2000) if device.type == "cuda" else (24, 24)
+    n_naive, n_fast = (300, 2000) if device.type == "cuda" else (16, 16)
     local = SHARED / "hellaswag" / "hellaswag_val.jsonl"
     examples = list(hellaswag.iterate_examples("val", local if local.exists() else None))
     torch.manual_seed(0)
@@ -284,28 +294,35 @@ def bench_hellaswag():
         return examples[r::len(examples) // n][:n]
 
     @torch.no_grad()
-    def naive(rendered):
-        right = 0
+    def naive(rendered, autocast):
         for tokens, mask, label in rendered:
-            losses = naive_ending_losses(model, tokens.to(device), mask.to(device))
-            right += int((losses / mask.sum(1).to(device)).argmin() == label)
-        return right
+            with autocast():
+                losses = naive_ending_losses(model, tokens.to(device), mask.to(device))
+            int((losses / mask.sum(1).to(device)).argmin() == label)
+
+    def seconds(fn, n):
+        start = time.perf_counter()
+        fn()
+        return (time.perf_counter() - start) / n
 
     for dtype in (torch.float32, torch.bfloat16):
-        times = []
-        with torch.autocast(device.type, dtype) if dtype != torch.float32 else contextlib.nullcontext():
-            for r in range(-1, rounds):  # round -1 warms up
-                rendered = [hellaswag.render_example(e)[1:] for e in pick(max(r, 0), n_naive if r >= 0 else 4)]
-                questions = hellaswag.prepare(pick(max(r, 0), n_fast if r >= 0 else 4), model)
-                start = time.perf_counter()
-                naive(rendered)
-                between = time.perf_counter()
-                hellaswag.evaluate(model, questions)
-                times.append(((between - start) / len(rendered), (time.perf_counter() - between) / len(questions.labels)))
-        slow, fast = (statistics.median(t) for t in zip(*times[1:]))
-        ratio = statistics.median(s / f for s, f in times[1:])
-        print(f"{str(dtype)[6:]:<9} one at a time {1 / slow:7.2f} examples/s, evaluate {1 / fast:8.2f} examples/s: "
-              f"{ratio:.2f}x (rounds {', '.join(f'{s / f:.2f}' for s, f in times[1:])})", flush=True)
+        autocast, times = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32), []
+        for r in range(-1, rounds):  # round -1 warms up
+            rendered = [hellaswag.render_example(e)[1:] for e in pick(max(r, 0), n_naive if r >= 0 else 4)]
+            questions = hellaswag.prepare(pick(max(r, 0), n_fast if r >= 0 else 4), model)
+            slow = seconds(partial(naive, rendered, autocast), len(rendered))
+            warm = slow
+            if dtype != torch.float32:
+                with autocast():
+                    warm = seconds(partial(naive, rendered, contextlib.nullcontext), len(rendered))
+            with autocast():
+                fast = seconds(partial(hellaswag.evaluate, model, questions), len(questions.labels))
+            times.append((slow, warm, fast))
+        slow, warm, fast = (statistics.median(t) for t in zip(*times[1:]))
+        ratios = [statistics.median(t[i] / t[2] for t in times[1:]) for i in range(2)]
+        print(f"{str(dtype)[6:]:<9} one at a time {1 / slow:7.2f} examples/s (warm {1 / warm:7.2f}), evaluate "
+              f"{1 / fast:8.2f} examples/s: {ratios[0]:.2f}x (warm {ratios[1]:.2f}x), "
+              f"rounds {', '.join(f'{t[0] / t[2]:.2f}' for t in times[1:])}", flush=True)
     if device.type == "cuda":
         print(f"peak memory {torch.cuda.max_memory_allocated() / 2**30:.2f} GiB")
 
@@ -400,12 +417,12 @@ def scaling_on_paper(tokens=524288, tokens_per_second=16 * 1024 / 0.093, S=124_4
     compute = tokens / (n * rate); sending = 2 (n-1)/n S bytes / bandwidth, of which the last micro-step's backward,
     two thirds of it, hides as much as it lasts: step = compute + max(0, sending - 2/3 last micro-step).
     """
-    links = [("NVLink, 230 GB/s in a ring", 230e9), ("100 Gb/s Ethernet per node of 8", 12.5e9)]
+    links = [("NVLink, 230 GB/s in a ring", 230e9), ("100 Gb/s Ethernet", 12.5e9)]
     rows = []
     for n in (1, 8, 16, 64):
         compute = tokens / (n * tokens_per_second)
         last = compute / max(1, tokens // (n * 64 * 1024))
-        for name, bandwidth in links[:1] if n <= 8 else links:
+        for name, bandwidth in links[:1] if n == 1 else links:
             cells = []
             for width in (4, 2):
                 sending = 2 * (n - 1) / n * S * width / bandwidth
@@ -420,14 +437,97 @@ def scaling_on_paper(tokens=524288, tokens_per_second=16 * 1024 / 0.093, S=124_4
 BENCHES["wire"] = bench_wire
 
 
+def train_quietly(data, **constants):
+    """Train from scratch; returns ([(tokens, seconds, val loss), ...], median seconds a step)."""
+    import train_gpt2 as t
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        cfg = t.Config(**dict(data=str(data), log_dir=folder, hellaswag_every=0, sample_every=0, resume=False,
+                              encoding="bytes", dtype="float32") | constants)
+        run = t.set_up(cfg, t.join_processes(cfg))
+        curve, steps = [], []
+        while True:
+            if run.state.step % cfg.eval_every == 0:
+                loss = t.validation_loss(run.state.model, run.val_loader, cfg, run.place, run.autocast)
+                curve.append((run.state.step * cfg.total_batch_size, sum(steps), loss))
+            if run.state.step == cfg.max_steps:
+                run.lock.release()
+                return curve, statistics.median(steps)
+            start = time.perf_counter()
+            t.train_step(run)
+            steps.append(time.perf_counter() - start)
+            run.state.step += 1
+
+
+def bench_optimizers():
+    """AdamW against Muon on English prose (the FineWeb stand-in's bytes): three learning rates each, then three seeds
+    at the better one; and once with a batch so small that Muon's own work shows. Takes half an hour on 2 cores."""
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run([sys.executable, str(ROOT / "fineweb.py"), f"--source={SHARED / 'fineweb_standin'}",
+                        "--encoding=bytes", "--shard_size=4000000", "--max_shards=4", f"--local_dir={folder}/shards"],
+                       check=True, capture_output=True)
+        size = dict(n_layer=4, n_head=4, n_embd=256, T=128, val_tokens=131072, warmup_steps=20, min_lr=0.0)
+        for case, batch, steps, seeds in (("16 rows a step", 16, 400, (2, 3)), ("2 rows a step", 2, 800, ())):
+            rows, best = [], {}
+            for optimizer, rates in (("adamw", (1.5e-3, 3e-3, 6e-3)), ("muon", (5e-3, 1e-2, 2e-2))):
+                runs = {(rate, 1): None for rate in rates}
+                for rate, seed in runs:
+                    runs[rate, seed] = train_quietly(Path(folder, "shards"), optimizer=optimizer, B=batch, seed=seed,
+                                                     total_batch_size=batch * 128, max_lr=rate, max_steps=steps,
+                                                     eval_every=steps // 4, **size)
+                best[optimizer] = min(rates, key=lambda rate: runs[rate, 1][0][-1][2])
+                for seed in seeds:
+                    runs[best[optimizer], seed] = train_quietly(
+                        Path(folder, "shards"), optimizer=optimizer, B=batch, seed=seed, total_batch_size=batch * 128,
+                        max_lr=best[optimizer], max_steps=steps, eval_every=steps // 4, **size)
+                for (rate, seed), (curve, step) in runs.items():
+                    rows.append((optimizer, f"{rate:g}", seed, f"{step * 1e3:.0f}",
+                                 *(f"{loss:.3f} ({seconds:.0f} s)" for _, seconds, loss in curve[1:])))
+            print(f"\n{case}: val loss, nats a byte (seconds of training until then)\n")
+            table(rows, ("optimizer", "max_lr", "seed", "ms a step",
+                         *(f"{tokens / 1000:.0f} k tokens" for tokens, _, _ in curve[1:])))
+
+
+def bench_save():
+    """How long a save of the 124M model and its AdamW state stalls training, and what the disk needs for the bytes."""
+    import torch
+    import train_gpt2 as t
+    with tempfile.TemporaryDirectory() as folder, training_run(folder, B=1, T=1024, dtype="float32", compile="False") as run:
+        for p in run.state.model.parameters():
+            p.grad = torch.zeros_like(p)
+        run.state.optimizers[0].step()  # makes the optimizer's state, without a step's minutes on a CPU
+        path = t.save_checkpoint(run)
+        size, block, plain = path.stat().st_size, os.urandom(2**26), Path(folder, "plain")
+
+        def disk():
+            plain.unlink(missing_ok=True)
+            with open(plain, "wb") as f:
+                for at in range(0, size, len(block)):
+                    f.write(block[:size - at])
+                f.flush()
+                os.fsync(f.fileno())
+
+        def load():
+            t.restore(run.state, t.load_checkpoint(path, run.cfg, run.train_loader.fingerprint))
+        sides = {"disk: write + fsync": disk, "save_checkpoint, the stall": lambda: t.save_checkpoint(run),
+                 "read_checkpoint, verifying": lambda: t.read_checkpoint(path), "load and restore": load}
+        rounds = [{name: median_seconds(fn, repeats=1, warmup=0) for name, fn in sides.items()} for _ in range(5)]
+    medians = {name: statistics.median(one[name] for one in rounds) for name in sides}
+    print(f"{size / 1e9:.2f} GB\n")
+    table([(name, f"{s:.2f}", f"{size / s / 1e9:.2f}", f"{s / medians['disk: write + fsync']:.2f}x")
+           for name, s in medians.items()], ("side", "s", "GB/s", "ratio"))
+
+
+BENCHES["save"] = bench_save
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("which", choices=[*BENCHES, "all"])
+    parser.add_argument("which", choices=[*BENCHES, "optimizers", "all"])
     which = parser.parse_args().which
     print(machine())
     for name in BENCHES if which == "all" else [which]:
         print(f"\n## {name}")
-        BENCHES[name]()
+        (BENCHES | {"optimizers": bench_optimizers})[name]()  # by name only: all would take too long with it
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 Importing torch takes seconds, so most runs are forked off one process that has done it (serve() below); those under
 torchrun, and one alone, are started as a user would. GPT2_SOAK=1 adds the long soak.
 """
-import errno
 import json
 import math
 import os
@@ -16,6 +15,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 import types
 from collections import OrderedDict
 from pathlib import Path
@@ -64,8 +64,8 @@ class DyingFile:
 
 
 def arrange(t, kill=None, signal_at=None, slow=0.0, picture=False, signal_in=None):
-    """Patch a forked process: kill=(call, n) dies at the nth such call, signal_at=(signal, step) gets the signal during
-    that step, signal_in=(signal, function) when that function is called; slow: seconds a step takes longer."""
+    """Patch a forked process: kill=(call, n) dies at the nth such call, signal_at=(signal, *steps) gets the signal in
+    those steps, signal_in=(signal, function) when that function is called; slow: seconds a step takes longer."""
     if kill and kill[0] == "write":
         DyingFile.left, save = kill[1], t.torch.save
         t.torch.save = lambda content, f: save(content, DyingFile(f))
@@ -75,15 +75,15 @@ def arrange(t, kill=None, signal_at=None, slow=0.0, picture=False, signal_in=Non
         nth_call(t, signal_in[1], 1, lambda: os.kill(os.getpid(), signal_in[0]))
     step = t.train_step
 
-    def train_step(run, **kwargs):
+    def train_step(run, *args):
         time.sleep(slow)
-        if signal_at and run.state.step == signal_at[1]:
+        if signal_at and run.state.step in signal_at[1:]:
             os.kill(os.getpid(), signal_at[0])
-        return step(run, **kwargs)
+        return step(run, *args)
     t.train_step = train_step
     if picture:  # stands in for matplotlib, which may not be installed
         panel = types.SimpleNamespace(plot=lambda *a, **k: 0, set=lambda **k: 0, grid=lambda **k: 0, legend=lambda: 0)
-        figure = types.SimpleNamespace(subplots=lambda: panel, savefig=lambda f, dpi: f.write(b"picture" * 1000))
+        figure = types.SimpleNamespace(subplots=lambda: panel, savefig=lambda f, dpi: f.write(b"picture" * 10_000))
         sys.modules |= {"matplotlib": types.ModuleType("matplotlib"),
                         "matplotlib.figure": types.SimpleNamespace(Figure=lambda **k: figure)}
 
@@ -93,6 +93,7 @@ def serve():
     its exit status, or null while it runs."""
     import filelock  # noqa: F401
     import train_gpt2 as t
+    import torch._dynamo  # noqa: F401  the first optimizer would import it, for seconds
     t.torch.set_num_threads(1)
     sys.modules["transformers"] = None  # exporting takes seconds; the runs that no one forks do it
     t.git_commit = lambda: None
@@ -110,20 +111,28 @@ def serve():
         os.environ.update(request["env"])
         sys.argv = ["train_gpt2.py", *request["argv"]]
         arrange(t, **request["arrange"])
-        t.main()
-        sys.exit(0)
+        status = 0
+        try:
+            t.main()
+        except SystemExit as e:  # as the interpreter does at the end, less taking all modules apart
+            status = e.code if isinstance(e.code, int) else 1
+            print(e.code if isinstance(e.code, str) else "", end="\n" * isinstance(e.code, str), file=sys.stderr)
+        except BaseException:
+            traceback.print_exc()
+            status = 1
+        os._exit(status)
 
 
 class Forked:
     """A run in a forked process: pid, out and err so far, wait() for its exit status (-9 = killed)."""
-    server, count = None, 0
+    server, count, outputs = None, 0, None
 
     def __init__(self, folder, env=None, arrange=None, **flags):
         if Forked.server is None:
             Forked.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                              text=True, env=ENV)
         Forked.count += 1
-        self.log_dir, self.path = Path(folder), f"{folder}.{Forked.count}"
+        self.log_dir, self.path = Path(folder), f"{Forked.outputs}/{Forked.count}"
         self.pid = self.ask({"argv": argv(folder, **flags), "env": env or {}, "out": self.path, "arrange": arrange or {}})
         self.status = None
 
@@ -145,8 +154,16 @@ class Forked:
             self.status = self.ask({"wait": self.pid})
         return self.status is not None
 
+    def wait_for_stop(self):
+        """Until it is at its SIGSTOP; then go_on() is the next."""
+        until(lambda: "State:\tT" in Path(f"/proc/{self.pid}/status").read_text(), run=self)
+
+    def go_on(self):
+        os.kill(self.pid, signal.SIGCONT)
+        until(lambda: "State:\tT" not in Path(f"/proc/{self.pid}/status").read_text())
+
     def wait(self, timeout=60):
-        until(self.ended, timeout, self)
+        until(self.ended, timeout)
         return self.status
 
 
@@ -158,7 +175,8 @@ def until(condition, timeout=60, run=None):
     """Wait for condition() to hold."""
     end = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < end, f"waited {timeout} s in vain; {run and (run.out, run.err)}"
+        assert time.monotonic() < end and not (run and run.ended() and not condition()), \
+            f"in vain for {timeout} s or until its end: {run and (run.out, run.err)}"
         time.sleep(0.01)
 
 
@@ -166,6 +184,7 @@ def until(condition, timeout=60, run=None):
 def place(tmp_path_factory):
     """A folder with the text that all train on; ends the server when all tests are done."""
     folder = tmp_path_factory.mktemp("checkpoint")
+    Forked.outputs = tmp_path_factory.mktemp("outputs")
     (folder / "text.txt").write_bytes((ROOT / "input.txt").read_bytes()[:50_000].decode("utf-8", "ignore").encode())
     yield folder
     if Forked.server:
@@ -191,7 +210,7 @@ def reference(place):
 
 @pytest.fixture
 def halfway(place):
-    """halfway(name) -> a folder of its own with a run that a SIGTERM stopped: checkpoints 10 and 13."""
+    """halfway(name) -> a folder of its own with a run that a SIGTERM in step 12 stopped: checkpoints 10 and 13."""
     def make(name):
         if "halfway" not in _made:
             run = Forked(place / "halfway", arrange={"signal_at": (signal.SIGTERM, 12)})
@@ -261,9 +280,9 @@ def assert_close_run(folder, reference):
 def test_killed_at_random_moments(place, reference, optimizer, seed):
     rng, folder = random.Random(seed), place / f"killed_{optimizer}_{seed}"
     whole, killed = reference(optimizer), 0
-    for _ in range(5):
+    for _ in range(4):
         run = Forked(folder, optimizer=optimizer, arrange={"slow": 0.01})
-        time.sleep(rng.uniform(0.1, 0.6))
+        time.sleep(rng.uniform(0.05, 0.6))
         os.kill(run.pid, signal.SIGKILL)
         killed += run.wait() == -signal.SIGKILL
         assert_all_whole(folder)
@@ -276,15 +295,16 @@ def test_killed_at_random_moments(place, reference, optimizer, seed):
 def test_killed_inside_a_save(place, reference, call):
     """Again and again at a random one of the calls that make up a save."""
     rng, folder = random.Random(call), place / f"inside_{call}"
-    for _ in range(20):
-        run = Forked(folder, arrange={"kill": (call, rng.randint(3, 9) if call != "write" else rng.randint(50, 150))})
+    nth = {"fsync": (3, 9), "replace": (3, 7), "unlink": (1, 9), "write": (1, 900)}[call]
+    for _ in range(8):
+        run = Forked(folder, arrange={"kill": (call, rng.randint(*nth))})
         if run.wait() == 0:
             break
         assert run.status == -signal.SIGKILL, run.err
         assert_all_whole(folder)
     else:
         assert Forked(folder).wait() == 0
-    assert Forked.count and not list(folder.glob("*.part"))
+    assert not list(folder.glob("*.part"))
     assert_same_run(folder, reference())
 
 
@@ -385,43 +405,56 @@ def two_processes(folder, env=None, **flags):
     return [run.wait() for run in runs], runs
 
 
-def test_signals_under_torchrun_and_another_number_of_processes(place):
-    """2 processes until SIGTERM, 1 with another B until SIGTERM, 2 until Ctrl-C, 2 with another B to the end: the
-    losses are those of one process never stopped."""
-    assert Forked(place / "long", **LONG).wait() == 0
+@pytest.fixture
+def long(place):
+    """Folder of one process's run with LONG constants, never stopped."""
+    if "long" not in _made:
+        run = Forked(place / "long", **LONG)
+        assert run.wait() == 0, run.err
+        _made["long"] = run.log_dir
+    return _made["long"]
+
+
+def test_sigterm_under_torchrun_and_another_number_of_processes(place, long):
+    """2 processes until SIGTERM, 1 with another B until SIGTERM, 2 with a third B to the end: the losses are those of
+    one process never stopped."""
     folder = place / "chain"
     run = Torchrun(folder, **LONG)
     run.wait_for_step(30)
     run.process.terminate()
     run.wait()
-    assert "Stopped by a signal before step" in run.out and "train_gpt2.py:" not in run.out
-    assert run.out.count("exitcode") == 0  # torchrun lists workers that failed
     stopped = max(losses(folder))[0] + 1
-    assert (folder / f"checkpoint_{stopped:05d}.pt").exists()
-    alone = Forked(folder, **{**LONG, "B": 8}, arrange={"signal_at": (signal.SIGTERM, stopped + 30)})
+    assert f"Stopped by a signal before step {stopped}" in run.out and stopped < LONG["max_steps"]
+    assert f"saved {folder}/checkpoint_{stopped:05d}.pt" in run.out and (folder / f"checkpoint_{stopped:05d}.pt").exists()
+    assert "exitcode" not in run.out and "train_gpt2.py:" not in run.out  # with which torchrun lists failed workers
+    alone = Forked(folder, **{**LONG, "B": 8}, arrange={"signal_at": (signal.SIGTERM, (stopped + 400) // 2)})
     assert alone.wait() == 0, alone.err
-    run = Torchrun(folder, **LONG)
-    run.wait_for_step(stopped + 60)
-    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
-    run.wait()
-    assert "Stopped by a signal before step" in run.out and "exitcode" not in run.out, run.out
-    assert max(losses(folder))[0] + 1 < LONG["max_steps"]
     statuses, runs = two_processes(folder, **{**LONG, "B": 2})
     assert statuses == [0, 0], [r.err for r in runs]
-    assert_close_run(folder, place / "long")
+    assert f"going on from {folder}/checkpoint_{(stopped + 400) // 2 + 1:05d}.pt" in runs[0].out
+    assert_close_run(folder, long)
 
 
-def test_torchrun_restarts_after_a_killed_worker(place):
-    """--max-restarts goes on from the last checkpoint by itself."""
+def test_torchrun_restarts_after_a_killed_worker_and_stops_on_ctrl_c(place, long):
+    """--max-restarts goes on from the last checkpoint by itself; Ctrl-C reaches torchrun and its workers at once."""
     folder = place / "restart"
     run = Torchrun(folder, "--max-restarts=3", **LONG, resume=False)  # False is for the first start alone
     run.wait_for_step(50)
     os.kill(run.workers()[1], signal.SIGKILL)
-    assert run.wait() == 0, run.out
+    until(lambda: "going on from" in run.out or run.process.poll() is not None, 90)
+    log = folder / "log.txt"
+    lines = log.read_text().count("\n")
+    until(lambda: log.read_text().count("\n") > lines + 20 or run.process.poll() is not None)
+    os.killpg(run.process.pid, signal.SIGINT)  # as a terminal does
+    run.wait()
     starts = json.loads((folder / "run.json").read_text())["starts"]
-    assert [s["step"] > 0 for s in starts] == [False, True] and starts[1]["step"] % 20 == 0
+    assert [s["step"] > 0 for s in starts] == [False, True] and starts[1]["step"] % 20 == 0, run.out
     assert not list(folder.glob("before_*"))
-    assert_close_run(folder, place / "long")
+    said = run.out[run.out.index("going on from"):]
+    assert "Stopped by a signal before step" in said and "exitcode" not in said, said
+    statuses, runs = two_processes(folder, **LONG)
+    assert statuses == [0, 0] and "going on from" in runs[0].out, [r.err for r in runs]
+    assert_close_run(folder, long)
 
 
 # -------------------------------------------------------------------------------------------------- damaged files
@@ -596,65 +629,63 @@ def test_the_order_of_checkpoints_is_that_of_their_steps(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------ full disk
 @pytest.fixture(params=["tmpfs", "file size limit"])
-def disk(request, place):
+def disk(request, place, tmp_path):
     """(folder on it, fill(run), free(run)): a disk that can be filled. Either a small tmpfs, which needs root, or a
-    limit on the size of files, which makes every larger write fail."""
+    limit on the size of files, by which writing a checkpoint fails."""
     if request.param == "tmpfs":
-        folder = place / "small_disk"
-        folder.mkdir()
-        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True)
+        mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(tmp_path)], capture_output=True)
         if mounted.returncode:
             pytest.skip(f"no tmpfs can be mounted here: {mounted.stderr.decode().strip()}")
 
         def fill(run):
-            with open(folder / "ballast", "ab", buffering=0) as f:
-                try:
-                    while True:
-                        f.write(bytes(512))
-                except OSError as e:
-                    assert e.errno == errno.ENOSPC
-        (folder / "text.txt").symlink_to(place / "text.txt")
-        yield folder, fill, lambda run: (folder / "ballast").unlink()
-        subprocess.run(["umount", "-l", str(folder)], check=True)
+            with open(tmp_path / "ballast", "ab", buffering=0) as f, pytest.raises(OSError, match="No space left"):
+                while True:
+                    f.write(bytes(512))
+        yield tmp_path, fill, lambda run: (tmp_path / "ballast").unlink()
+        subprocess.run(["umount", "-l", str(tmp_path)], check=True)
     else:
         def limit(run, size):
-            resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
-        yield place, lambda run: limit(run, 300), lambda run: limit(run, resource.RLIM_INFINITY)
+            if not run.ended():
+                resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
+        yield tmp_path, lambda run: limit(run, 20_000), lambda run: limit(run, resource.RLIM_INFINITY)
 
 
-def test_disk_full_while_saving(disk, reference):
+def test_disk_full_while_saving(disk, place, reference):
     """Training goes on and says so loudly, the old checkpoint stays good, the next save is tried, no line is lost."""
-    folder, fill, free = disk[0] / "full", *disk[1:]
-    run = Forked(folder, arrange={"slow": 0.02, "picture": True})
-    until(lambda: f"{folder}/checkpoint_00010.pt in" in run.out, run=run)
+    folder, fill, free = disk[0] / "log", *disk[1:]
+    run = Forked(folder, data=place / "text.txt", arrange={"signal_at": (signal.SIGSTOP, 12, 22), "picture": True})
+    run.wait_for_stop()
     fill(run)
-    until(lambda: run.out.count("NOT SAVED") == 2, run=run)
+    run.go_on()
+    run.wait_for_stop()
+    assert run.out.count("NOT SAVED") == 2
     assert re.search(r"!!! NOT SAVED: .* at step \d+ \(.*(No space left|too large)", run.out), run.out
     assert not list(folder.glob("*.part"))
     assert_all_whole(folder)
     assert (folder / "checkpoint_00010.pt").exists()
     free(run)
+    run.go_on()
     assert run.wait() == 0 and not run.err, run.err
     assert re.search(r"NOT SAVED.*saved", run.out, re.S)
     assert_same_run(folder, reference())
 
 
-def test_disk_full_to_the_end(disk, reference):
-    """What can't be saved at the end, or when leaving, is said in a line; the same command goes on later."""
-    folder, fill, free = disk[0] / "end", *disk[1:]
-    run = Forked(folder, arrange={"slow": 0.02})
-    until(lambda: f"{folder}/checkpoint_00010.pt in" in run.out, run=run)
+@pytest.mark.parametrize("leaving", [True, False])
+def test_disk_full_to_the_end(disk, place, reference, leaving):
+    """What can't be saved at the end, or on a signal, is said in a line; the same command goes on later."""
+    folder, fill, free = disk[0] / "log", *disk[1:]
+    run = Forked(folder, data=place / "text.txt", arrange={"signal_at": (signal.SIGSTOP, 12)})
+    run.wait_for_stop()
     fill(run)
+    if leaving:
+        os.kill(run.pid, signal.SIGTERM)
+    run.go_on()
     assert run.wait() == 1
-    assert f"at step {STEPS}" in one_line(run.err)
+    assert re.search(r"at step \d+ \(.*(No space left|too large)", one_line(run.err))
     assert_all_whole(folder)
-    free(Forked(folder, arrange={"signal_at": (signal.SIGTERM, 11)}))
-    shutil.rmtree(folder / "none", ignore_errors=True)
-    again = Forked(folder)
-    assert again.wait() in (0, 1)
-    if again.status:  # the run just above was still at work
-        again = Forked(folder)
-    assert again.wait() == 0, again.err
+    free(run)
+    again = Forked(folder, data=place / "text.txt")
+    assert again.wait() == 0 and "going on from" in again.out, again.err
     assert_same_run(folder, reference())
 
 
@@ -690,10 +721,9 @@ def test_disk_full_at_the_start_is_one_line(halfway, reference):
     folder = halfway("full at start")
     before = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock"}
     run = Forked(folder, arrange={"signal_in": (signal.SIGSTOP, "open_log")})
-    until(lambda: "State:\tT" in Path(f"/proc/{run.pid}/status").read_text(), run=run)
-    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (100, resource.RLIM_INFINITY))
-    Path(f"{run.path}.out").write_text("")
-    os.kill(run.pid, signal.SIGCONT)
+    run.wait_for_stop()
+    resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (500, resource.RLIM_INFINITY))  # enough for stderr
+    run.go_on()
     assert run.wait() == 1
     assert f"log_dir={folder}" in one_line(run.err)
     assert before == {p.name: p.read_bytes() for p in folder.iterdir() if p.name != ".lock"}
@@ -818,15 +848,15 @@ def test_what_a_killed_save_left_is_cleared(halfway, reference):
 
 def test_the_second_of_two_runs_refuses(place, reference):
     folder = place / "two"
-    first = Forked(folder, arrange={"slow": 0.05})
-    until(lambda: "0/30 loss" in first.out, run=first)
+    first = Forked(folder, arrange={"signal_at": (signal.SIGSTOP, 2)})
+    first.wait_for_stop()  # or it might end too soon
     for flags in ({}, {"resume": False}):
         second = Forked(folder, **flags)
         assert second.wait() == 1
         assert "Another run is at work" in one_line(second.err)
     statuses, runs = two_processes(folder)
     assert statuses == [1, 1] and "Another run is at work" in one_line(runs[0].err) and runs[1].err == ""
-    assert not first.ended()
+    first.go_on()
     assert first.wait() == 0
     assert_same_run(folder, reference())
 

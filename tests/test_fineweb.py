@@ -333,7 +333,9 @@ def test_killed_worker_is_a_line_not_a_hang(long_corpus, tmp_path):
     process = begin(long_corpus, tmp_path)
     os.kill(workers_of(process)[0], signal.SIGKILL)
     _, stderr = process.communicate(timeout=20)
-    assert_refused(subprocess.CompletedProcess([], process.returncode, "", stderr), "worker process died", "--nprocs")
+    # Python's resource tracker may add a warning of its own, that semaphores were left to it
+    assert process.returncode == 1
+    assert stderr.startswith("fineweb.py: A worker process died") and "Traceback" not in stderr
 
 
 @pytest.mark.parametrize("signal_number, everyone", [(signal.SIGINT, True), (signal.SIGTERM, False)])

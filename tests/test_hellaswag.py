@@ -1,4 +1,4 @@
-"""HellaSwag: the packed, batched scores are those of a plain loop, for every kind of model, and bad input is one line."""
+"""HellaSwag: packed, batched scores are those of a plain loop, for every kind of model; bad input is one line."""
 import functools
 import http.server
 import json
@@ -116,7 +116,8 @@ def test_a_long_question_loses_the_left_of_its_context():
     model = gpt(block_size=16)
     r = random.Random(1)
     ids = lambda n: [r.randrange(VOCAB) for _ in range(n)]
-    fits, long, ending_long = (Question(ids(c), [ids(e), ids(2), ids(3), ids(1)], 0) for c, e in ((11, 6), (40, 6), (5, 30)))
+    fits, long, ending_long = (Question(ids(c), [ids(e), ids(2), ids(3), ids(1)], 0)
+                               for c, e in ((11, 6), (40, 6), (5, 30)))
     prepared = hellaswag.prepare([fits, long, ending_long], model)
     assert prepared.cut == hellaswag.evaluate(model, prepared).cut == 2
     by_hand = [fits, long._replace(context=long.context[-11:]),
@@ -193,6 +194,14 @@ def test_transformers_and_ours_agree_on_the_same_weights(folder):
     same(theirs, questions, hellaswag.ending_losses(ours, hellaswag.prepare(questions, ours)), packed=True)
 
 
+def test_a_models_own_tokenizer_is_used(tmp_path, folder, gpt2_encoding):
+    assert hellaswag.load_encode(folder)[0] == gpt2_encoding.encode_ordinary  # none there
+    gpt(n_vocab=50257).save_pretrained(tmp_path / "gpt2", gpt2_encoding)
+    encode, start = hellaswag.load_encode(tmp_path / "gpt2")
+    text = " Naïve roofs, 3 of them:\n  'tis <|it| done"
+    assert encode(text) == gpt2_encoding.encode_ordinary(text) and list(start) == []
+
+
 # ------------------------------------------------------------------------------------------------------- processes
 def one_of_two(rank, store, out):
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
@@ -231,7 +240,8 @@ def test_questions_come_in_file_order_with_labels_as_numbers(tmp_path):
 
 @pytest.mark.parametrize("bad", [b"\n", b'{"ctx": "A ma', b"\xff\xfe\n", b"[1]\n", b"[" * 100_000, example(label=4),
                                  example(label=None), example(label=True), example(ctx=""), example(ctx=5),
-                                 example(endings=["a"] * 3), example(endings=["a", "b", "c", ""]), example(endings="abcd")])
+                                 example(endings=["a"] * 3), example(endings=["a", "b", "c", ""]),
+                                 example(endings="abcd")])
 def test_a_damaged_line_is_named(bad, tmp_path):
     path = tmp_path / "bad.jsonl"
     path.write_bytes(lines(example(), example(), bad))
@@ -293,16 +303,17 @@ def test_fetching_from_a_hub(give, ok, tmp_path):
     script.write_text(FETCH.format(root=os.path.dirname(hellaswag.__file__), data=str(data)))
     env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "*",
            "HF_HUB_OFFLINE": "1" if give == "offline" else "0"}
-    first, asked, again = run_script(script, env=env), len(hub.asked), run_script(script, env=env)
-    server.shutdown()
+    first, asked = run_script(script, env=env), len(hub.asked)
     if ok:
+        again = run_script(script, env=env)
         assert first.returncode == 0 and first.stdout.endswith("[0, 1, 2]\n"), first.stderr
         assert again.stdout == "[0, 1, 2]\n" and len(hub.asked) == asked > 0  # fetched once
         assert json.loads(data.read_text().splitlines()[0])["ctx_a"] == "A man"
     else:
-        assert first.returncode == again.returncode == 1 and not data.exists()
+        assert first.returncode == 1 and not data.exists()
         one_line(first, "HellaSwag can't be fetched (", str(data))
     assert [p.name for p in data.parent.glob("*")] == (["hellaswag_val.jsonl"] if ok else [])  # no leftovers
+    server.shutdown()
 
 
 # ---------------------------------------------------------------------------------------------------- command line
@@ -325,34 +336,50 @@ def test_command_line_scores_a_folder(folder, data, gpt2_encoding):
     assert result.returncode == 0, result.stderr
     examples = list(hellaswag.iterate_examples("val", data))
     score = hellaswag.evaluate(gpt(n_vocab=50257), examples)
-    for part in (f"acc      {score.acc:.4f} +- {score.acc_stderr:.4f}", f"acc_norm {score.acc_norm:.4f}", "13 questions",
+    for part in (f"acc      {score.acc:.4f} +- {score.acc_stderr:.4f}", f"acc_norm {score.acc_norm:.4f}", "13 ques",
                  "examples/s", "1 question", "0.2859 / 0.2955", "0.3842 / 0.4893", "0.337"):
         assert part in result.stdout
     assert "acc_norm" in result.stderr and "warn" not in result.stderr.lower()  # the progress bar alone
 
 
-def test_bad_command_lines_are_one_line(data, tmp_path, folder):
-    run = functools.partial(run_script, "hellaswag.py", env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)})
-    one_line(run("--limit", 0, "--data", data), "--limit 0")
-    one_line(run("--limit", "many"), "--limit", "many")
-    one_line(run("-d", "abacus", "--data", data), "-d abacus", "-d cpu")
-    one_line(run("--data", tmp_path / "none"), "none", "can't be read")
+@pytest.fixture
+def refusal(monkeypatch, capsys):
+    """Function: what `hellaswag.py <args>` refuses with, run in this process (loading torch anew takes seconds)."""
+    def run(*args):
+        monkeypatch.setattr(sys, "argv", ["hellaswag.py", *map(str, args)])
+        with pytest.raises(SystemExit) as e:
+            hellaswag.main()
+        assert isinstance(e.value.code, str) and "\n" not in e.value.code and capsys.readouterr().err == ""
+        return e.value.code  # Python prints it to stderr and exits with code 1
+    return run
+
+
+def test_bad_command_lines_are_one_line(data, tmp_path, refusal):
+    one_line(run_script("hellaswag.py", "--limit", 0, "--data", data), "--limit 0")
+    assert "many" in refusal("--limit", "many") and "--help" in refusal("--what")
+    assert "-d abacus" in refusal("-d", "abacus", "--data", data)
+    assert "none can't be read (No such file" in refusal("--data", tmp_path / "none")
     data.write_bytes(data.read_bytes() + b'{"ctx": ')
-    one_line(run("--data", data), "line 14")
+    assert "damaged in line 14" in refusal("--data", data)
 
 
-def test_bad_models_are_one_line(data, tmp_path, folder, gpt2_encoding):
-    run = functools.partial(run_script, "hellaswag.py", "-d", "cpu", "--data", data, env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)})
-    one_line(run("-m", "log/model_19073.pt"), "log/model_19073.pt", "t.export(")
-    one_line(run("-m", "nobody/nothing"), "-m nobody/nothing")
+def test_bad_models_are_one_line(data, tmp_path, folder, gpt2_encoding, refusal):
+    env = {"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path)}
+    one_line(run_script("hellaswag.py", "-m", "nobody/nothing", "--data", data, env=env), "-m nobody/nothing")
+    load = functools.partial(refusal, "-d", "cpu", "--data", data, "-m")
+    assert "t.export('log/model_19073.pt', 'hf')" in load("log/model_19073.pt")
     (tmp_path / "empty").mkdir()
-    one_line(run("-m", tmp_path / "empty"), "empty")
+    assert "empty can't be loaded" in load(tmp_path / "empty")
     broken = shutil.copytree(folder, tmp_path / "broken")
     weights = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[:len(weights) // 2])
-    one_line(run("-m", broken), "broken")
+    assert "broken can't be loaded" in load(broken)
+    config = json.loads((broken / "config.json").read_text()) | {"n_layer": 3}
+    (broken / "config.json").write_text(json.dumps(config))
+    (broken / "model.safetensors").write_bytes(weights)
+    assert "lacks transformer.h.2" in load(broken)
     gpt(n_vocab=VOCAB).save_pretrained(tmp_path / "small")
-    one_line(run("-m", tmp_path / "small"), "vocabulary")
+    assert "the model's vocabulary ends at 299" in load(tmp_path / "small")
 
 
 def test_without_the_vocabulary_it_says_so(data, tmp_path, folder):
@@ -366,4 +393,10 @@ def test_importing_and_help_do_nothing_heavy(tmp_path):
                       "print(sorted({'transformers', 'datasets', 'huggingface_hub', 'tiktoken'} & set(sys.modules)))")
     result = run_script(script)
     assert (result.stdout, result.stderr) == ("[]\n", "")
-    assert "--limit" in run_script("hellaswag.py", "--help").stdout
+
+
+def test_help_is_quick_and_retells_the_use(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["hellaswag.py", "--help"])
+    with pytest.raises(SystemExit) as e:
+        hellaswag.main()
+    assert e.value.code == 0 and "--limit" in capsys.readouterr().out
