@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import dataclasses
 import inspect
+import io
 import json
 import math
 import os
@@ -23,7 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
+import timeit
 import zipfile
 import zlib
 from collections import namedtuple
@@ -395,9 +396,8 @@ def get_encoding(name):
 
 
 def shown(text):
-    """Text as this terminal can show it: control characters, and what stdout's encoding lacks, are escaped."""
-    text = "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-    return text.encode(sys.stdout.encoding, "backslashreplace").decode(sys.stdout.encoding)
+    """Text that is safe to print: control characters, which could confuse a terminal, are escaped."""
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 def load_text(path, encoding):
@@ -558,7 +558,9 @@ def join_processes(cfg):
                                (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     device = pick_device(cfg.device, local_rank)
     if "RANK" in os.environ:
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo",
+        # torchrun's store outlives a restart: without a prefix, workers would look for their dead forerunners' addresses
+        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(dist.rendezvous("env://"))[0])
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
                                 device_id=device if device.type == "cuda" else None)
     return Place(rank, local_rank, world, device)
 
@@ -589,14 +591,12 @@ def from_rank0(place, value):
 
 def block_seconds(gpt_config, dtype, rows, T):
     """Seconds a CPU needs for one block, forward and backward, on (rows, T) tokens; the best of five."""
-    block, best = Block(gpt_config), math.inf
-    x = torch.randn(rows, T, gpt_config.n_embd)
-    for _ in range(5):
-        start = time.perf_counter()
+    block, x = Block(gpt_config), torch.randn(rows, T, gpt_config.n_embd)
+
+    def once():
         with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
             block(x).sum().backward()
-        best = min(best, time.perf_counter() - start)
-    return best
+    return min(timeit.repeat(once, number=1, repeat=5))
 
 
 def pick_dtype(cfg, gpt_config, device, saved):
@@ -626,8 +626,8 @@ def pick_compile(choice, device):
     if choice == "False" or (choice == "auto" and device.type != "cuda"):
         return False, "as asked" if choice == "False" else "auto compiles on CUDA only"
     try:  # the real thing on a toy: finds missing compilers, missing Triton and GPUs too old for it
-        probe = torch.compile(lambda x: (x * 2 + 1).sum())(torch.ones(8, device=device))
-        return True, "a first compilation takes a minute" if probe.item() == 24 else "?"
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+        return True, "the first step takes a minute longer"
     except Exception as e:  # whatever goes wrong in there, the reason is told and training can do without
         reason = f"torch.compile does not work here ({str(e).strip().splitlines()[0][:100]})"
         if choice == "auto":
@@ -663,14 +663,13 @@ def newton_schulz_fp32(grad, coefficients, steps, eps):
 def configure_optimizers(model, cfg, device):
     """The optimizers of a training: [AdamW], or [AdamW, Muon] where Muon has the blocks' matrices."""
     blocks = set(model.transformer.h.parameters()) if cfg.optimizer == "muon" else set()
-    params = [p for p in model.parameters()]
-    matrices = [p for p in params if p.dim() >= 2 and p in blocks]
-    decayed = [p for p in params if p.dim() >= 2 and p not in blocks]
-    plain = [p for p in params if p.dim() < 2]
+    matrices = [p for p in model.parameters() if p.dim() >= 2 and p in blocks]
+    decayed = [p for p in model.parameters() if p.dim() >= 2 and p not in blocks]
+    plain = [p for p in model.parameters() if p.dim() < 2]
     groups = [dict(params=decayed, weight_decay=cfg.weight_decay), dict(params=plain, weight_decay=0.0)]
     optimizers = [torch.optim.AdamW(groups, lr=cfg.max_lr, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)]
     if matrices:
-        if device.type == "cpu":
+        if device.type == "cpu":  # by its name within torch, the only way to it
             torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32
         optimizers.append(torch.optim.Muon(matrices, lr=cfg.max_lr, weight_decay=cfg.weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))
@@ -909,8 +908,8 @@ def build_model(cfg, encoding, saved):
     elif cfg.init_from.endswith(".pt"):
         try:
             model = from_weights(read_checkpoint(cfg.init_from))
-        except Damaged as e:
-            raise UserError(f"init_from={cfg.init_from} is no whole .pt of ours ({e}).") from None
+        except (Damaged, RuntimeError) as e:  # RuntimeError: its tensors do not fit its own gpt_config
+            raise UserError(f"init_from={cfg.init_from} is no whole .pt of ours ({' '.join(str(e).split())[:160]}).") from None
     else:
         model = GPT.from_pretrained(cfg.init_from)
     if model.config.n_vocab != encoding.n_vocab:
@@ -1015,11 +1014,11 @@ def draw_curves(cfg):
 
 # -------------------------------------------------------------------------------------------------- training
 def duration(seconds):
-    """Seconds as people say them: "1d 02h", "2m 05s", "9s"."""
+    """Seconds as people say them: "1d02h", "2m05s", "9s"."""
     s = int(seconds)
     for unit, name, below, below_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
         if s >= unit:
-            return f"{s // unit}{name} {s % unit // below:02d}{below_name}"
+            return f"{s // unit}{name}{s % unit // below:02d}{below_name}"
     return f"{s}s"
 
 
@@ -1039,21 +1038,20 @@ def check_constants(cfg, world):
             raise UserError(f"{name}={getattr(cfg, name)} must be at least 1.")
     per_pass = cfg.B * cfg.T * world
     if cfg.total_batch_size % per_pass:
-        near = max(1, round(cfg.total_batch_size / per_pass)) * per_pass
+        near, B = max(1, round(cfg.total_batch_size / per_pass)) * per_pass, smaller_B(cfg, world)
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of B * T * processes = {cfg.B} * "
-                        f"{cfg.T} * {world} = {per_pass}; the nearest that is: --total_batch_size={near}.")
+                        f"{cfg.T} * {world} = {per_pass}; the nearest that is: --total_batch_size={near}"
+                        + (f", or keep it with --B={B}." if B else "."))
+
+
+def smaller_B(cfg, world):
+    """The largest B below the constant's with which total_batch_size divides, so that it is the same training."""
+    return next((B for B in range(cfg.B - 1, 0, -1) if cfg.total_batch_size % (B * cfg.T * world) == 0), None)
 
 
 def micro_steps(cfg, world):
     """Forward and backward passes per process and optimizer step (gradient accumulation)."""
     return cfg.total_batch_size // (cfg.B * cfg.T * world)
-
-
-def out_of_memory(cfg, place):
-    """What to say when CUDA has no memory left: the largest smaller B with which the batch still divides."""
-    B = next((B for B in range(cfg.B - 1, 0, -1) if cfg.total_batch_size % (B * cfg.T * place.world) == 0), None)
-    way_out = f"--B={B} trains the same model in less" if B else "lower --T or the model's size"
-    return f"CUDA is out of memory with B={cfg.B}: {way_out}."
 
 
 Run = namedtuple("Run", "cfg place encoding train_loader val_loader state model autocast dtype hella log lock")
@@ -1095,19 +1093,21 @@ def set_up(cfg, place):
 
 def describe(cfg, place, model, train_loader, val_loader):
     """What the first lines on stdout say about a run, {heading: text}."""
+    def count(n, word):
+        return f"{n:,} {word}{'' if n == 1 else 'es' if word.endswith('s') else 's'}"
     device, c = place.device, model.config
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{torch.get_num_threads()} threads"
+    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else count(torch.get_num_threads(), "thread")
     tokens = cfg.max_steps * cfg.total_batch_size
     return {
         "versions": ", ".join(f"{k} {v}" for k, v in versions().items()),
-        "device": f"{device.type} ({chip}) in each of {place.world} process(es)",
         "data": f"{cfg.data}: {train_loader.tokens:,} tokens to train on, {val_loader.tokens:,} to validate",
-        "model": f"{model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide, context "
-                 f"{c.block_size}, vocabulary {c.n_vocab:,}",
-        "batch": f"{cfg.total_batch_size:,} tokens a step: {cfg.B} rows x {cfg.T} tokens x {place.world} process(es) x "
-                 f"{micro_steps(cfg, place.world)} accumulation step(s)",
-        "training": f"{cfg.max_steps:,} steps of {cfg.optimizer}: {tokens / 1e6:,.1f} M tokens, "
-                    f"{tokens / cfg.T / train_loader.rows_per_epoch:.2f} epochs"}
+        "model": f"{model.num_params():,} parameters: {count(c.n_layer, 'layer')}, {count(c.n_head, 'head')}, "
+                 f"{c.n_embd} wide, context {c.block_size}, vocabulary {c.n_vocab:,}",
+        "batch": f"{cfg.total_batch_size:,} tokens = {count(cfg.B, 'row')} x {cfg.T} tokens x "
+                 f"{count(place.world, 'process')} x {count(micro_steps(cfg, place.world), 'accumulation step')}",
+        "training": f"{count(cfg.max_steps, 'step')} of {cfg.optimizer}: {tokens / 1e6:,.1f} M tokens, "
+                    f"{tokens / cfg.T / train_loader.rows_per_epoch:.2f} epochs",
+        "device": f"{device.type} ({chip})"}
 
 
 def wrap_ddp(raw, cfg, place):
@@ -1176,10 +1176,13 @@ def look(run):
         with run.autocast():
             score = hellaswag.evaluate(state.model, run.hella)
         report(run, "hella", score.acc_norm, f"HellaSwag {score.acc_norm:.4f} of {score.total:,} questions")
-    if due(cfg.sample_every, run):
+    if due(cfg.sample_every, run) and (state.step or cfg.init_from != "scratch"):  # before any training: noise
         print_samples(run)
     if run.log and (due(cfg.eval_every, run) or due(cfg.hellaswag_every, run)):
-        draw_curves(cfg)
+        try:
+            draw_curves(cfg)
+        except Exception as e:  # a picture, by an optional package, is never the reason a run dies
+            say(run.place, f"no curves.png this time: {type(e).__name__} {e}")
 
 
 def save(run, leaving=False):
@@ -1235,10 +1238,10 @@ def train(run):
         now = time.perf_counter()
         began = began or now  # the first step, with its compilation, says nothing about the time left
         rate = cfg.total_batch_size / (now - start)
-        mfu = f" mfu {rate * flops / peak / place.world:.1%}" if peak else ""
+        mfu = f" mfu {rate * flops / peak / place.world:.0%}" if peak else ""
         left = (now - began) / max(1, state.step - first) * (cfg.max_steps - state.step - 1)
         report(run, "train", loss, f"loss {loss:.4f} lr {get_lr(state.step, cfg):.2e} norm {norm:.2f} "
-                                   f"{(now - start) * 1e3:.0f} ms {rate:,.0f} tok/s{mfu}, {duration(left)} left")
+                                   f"{(now - start) * 1e3:.0f} ms {rate:,.0f} tok/s{mfu} {duration(left)} left")
         state.step += 1
         if stops and state.step < cfg.max_steps:
             if run.log:
@@ -1268,10 +1271,15 @@ def parse_args():
                             default=argparse.SUPPRESS, help=f"{comments[field.name]} [{field.default}]".replace("%", "%%"))
     flags = vars(parser.parse_args())
     quick = "data" not in flags and Config.data == FINEWEB_DIR and not Path(FINEWEB_DIR).exists()
-    return Config(**{**(QUICK_START if quick else {}), **flags}), quick
+    cfg = Config(**{**(QUICK_START if quick else {}), **flags})
+    if quick and "B" not in flags:  # the same command on more processes: fewer rows for each
+        cfg.B = max(1, cfg.B // int(os.environ.get("WORLD_SIZE", 1)))
+    return cfg, quick
 
 
 def main():
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is escaped
     cfg, quick = parse_args()
     place = None
     try:
@@ -1283,7 +1291,9 @@ def main():
         if run := set_up(cfg, place):
             train(run)
     except torch.OutOfMemoryError:
-        sys.exit(f"train_gpt2.py: {out_of_memory(cfg, place)}")
+        B = smaller_B(cfg, place.world)
+        sys.exit(f"train_gpt2.py: The GPU is out of memory with B={cfg.B}: " +
+                 (f"--B={B} trains the same model in less." if B else "lower --T, or the model's size."))
     except KeyboardInterrupt:  # train() has handlers of its own
         sys.exit("train_gpt2.py: stopped before the first step")
     except UserError as e:

@@ -253,7 +253,8 @@ def bench_tokenize():
                                check=True, stdout=subprocess.DEVNULL)
             return tokens * copies / (time.perf_counter() - start)
 
-        sides = {f"bare tiktoken, {cores} processes": bare, "a pool over documents": pool, "fineweb.py, start to end": ours}
+        sides = {f"bare tiktoken, {cores} processes": bare, "a pool over documents": pool,
+                 "fineweb.py, start to end": ours}
         # turn and turn about, since the machine may be busy with other work too
         rounds = [[run() for run in sides.values()] for _ in range(5)]
     medians = [statistics.median(rates) for rates in zip(*rounds)]

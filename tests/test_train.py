@@ -72,7 +72,7 @@ def test_quick_start(tmp_path):
     assert done.stdout.startswith("Quick start") and "python fineweb.py" in done.stdout.split("\n\n")[0]
     for heading in ("versions", "device", "dtype", "compile", "data", "model", "batch"):
         assert re.search(rf"^{heading} +\S", done.stdout, re.M), heading
-    assert done.stdout.count("--- sample of rank 0") == 2
+    assert done.stdout.count("--- sample of rank 0 at step 25") == done.stdout.count("--- sample") == 1
     log = (tmp_path / "log" / "log.txt").read_text()
     assert all(re.fullmatch(r"\d+ (train|val) \d+\.\d{6}", line) for line in log.splitlines())
     values = read_log(tmp_path / "log")
@@ -84,7 +84,7 @@ def test_quick_start(tmp_path):
 
 def test_step_line_says_what_matters(alone):
     line = next(l for l in alone[1].splitlines() if l.strip().startswith("5/8"))
-    assert re.fullmatch(r" +5/8 loss \d\.\d{4} lr \S+ norm \S+ \d+ ms [\d,]+ tok/s, \w+ left", line)
+    assert re.fullmatch(r" +5/8 loss \d\.\d{4} lr \S+ norm \S+ \d+ ms [\d,]+ tok/s \w+ left", line)
 
 
 def test_half_the_batch_is_the_same_training(alone, corpus, tmp_path):
