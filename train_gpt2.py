@@ -1,13 +1,14 @@
-"""Train GPT-2 in one file: on one CPU, one GPU, or many GPUs on many machines.
+"""Train GPT-2 in one file, on one CPU, one GPU, or many GPUs on many machines.
 
-    python train_gpt2.py                                        # no shards yet: two minutes of Shakespeare
-    python fineweb.py                                           # FineWeb-Edu -> edu_fineweb10B/*.npy
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py      # GPT-2 (124M), 10 B tokens
-    tail -f log/log.txt                                         # "<step> train|val|hella <value>"
+    python train_gpt2.py             # no shards yet: two minutes of Shakespeare
+    python fineweb.py                # FineWeb-Edu -> edu_fineweb10B/*.npy
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py     # GPT-2 (124M)
+    tail -f log/log.txt              # "<step> train|val|hella <value>"
 
-Edit the constants in Config, or give any of them as a flag (--max_lr=1e-3). Stop with Ctrl-C; the same
-command goes on where it stopped. Top to bottom: constants, model, data, machine, optimizer and schedule,
-evaluation, checkpoints, log, training.
+Edit the constants in Config, or give any of them as a flag (--max_lr=1e-3).
+Stop with Ctrl-C; the same command goes on from there. 0 means never for any
+of the *_every. In this order: constants, model, Hugging Face, data, machine,
+optimizer, evaluation, checkpoints, log, training, command line.
 """
 import argparse
 import contextlib
@@ -29,7 +30,7 @@ import zipfile
 import zlib
 from collections import namedtuple
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -49,7 +50,7 @@ HERE = Path(__file__).resolve().parent
 
 @dataclass
 class Config:
-    """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1). 0 = never."""
+    """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
     data: str = FINEWEB_DIR          # folder of .npy token shards, or a UTF-8 text file (its last 10 % validates)
     encoding: str = "gpt2"           # "gpt2" (50,257 tokens) or "bytes" (256 + end of text, needs no download)
     shuffle: bool = True             # visit shards, and rows within a shard, in a fresh order each epoch
@@ -323,6 +324,7 @@ class GPT(nn.Module):
         return 6 * (self.num_params() - self.transformer.wpe.weight.numel()) + 12 * c.n_layer * c.n_embd * T
 
 
+# ---------------------------------------------------------------------------------------------- Hugging Face
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps these as (in, out), we as (out, in)
 
 
@@ -448,29 +450,21 @@ class DataLoaderLite:
             check_ids(array[:IDS_CHECKED // len(shards)], n_vocab, self.names[i])
         crc = zlib.crc32(repr([(name, len(a)) for name, a in zip(self.names, arrays)]).encode())
         self.fingerprint = f"{self.tokens:,} tokens in {len(shards)} file(s) #{crc:08x}"  # is it the same data?
-        self._orders, self._open = {}, {}  # of the epoch and the shards being read
+        self._order = lru_cache(4)(self._permutation)  # of the epochs and the shards being read, no more:
+        self._shard = lru_cache(2)(self._array)        # mappings and orders of all would add up
 
     def _array(self, i):
         return open_shard(self.shards[i]) if isinstance(self.shards[i], Path) else self.shards[i]
 
-    def _order(self, *key):
-        """The order of an epoch's shards, key (epoch,), or of a shard's rows, key (epoch, shard)."""
-        if key not in self._orders:
-            n = self.rows[key[1]] if len(key) == 2 else len(self.shards)
-            # RandomState's stream is frozen by NumPy's policy, so the order outlives upgrades
-            order = np.random.RandomState((self.seed, *key)).permutation(n) if self.shuffle else np.arange(n)
-            self._orders = {k: o for k, o in [*self._orders.items(), (key, order)][-4:]}
-        return self._orders[key]
-
-    def _shard(self, i):
-        if i not in self._open:
-            self._open = {k: a for k, a in [*self._open.items(), (i, self._array(i))][-2:]}
-        return self._open[i]
+    def _permutation(self, n, *key):
+        """The order of n shards, key (epoch,), or of the n rows of a shard, key (epoch, shard)."""
+        # RandomState's stream is frozen by NumPy's policy, so the order outlives upgrades
+        return np.random.RandomState((self.seed, *key)).permutation(n) if self.shuffle else np.arange(n)
 
     def _locate(self, row):
         """(epoch, shard, place in the shard's order) of a row number."""
         epoch, k = divmod(row, self.rows_per_epoch)
-        order = self._order(epoch)
+        order = self._order(len(self.rows), epoch)
         ends = self.rows[order].cumsum()
         i = int(ends.searchsorted(k, side="right"))
         return epoch, int(order[i]), k - int(ends[i] - self.rows[order[i]])
@@ -481,7 +475,7 @@ class DataLoaderLite:
         filled = 0
         while filled < B:  # once for each shard that has some of these rows
             epoch, i, place = self._locate(row + filled)
-            shard, rows = self._shard(i), self._order(epoch, i)[place:place + B - filled]
+            shard, rows = self._shard(i), self._order(self.rows[i], epoch, i)[place:place + B - filled]
             for b, r in enumerate(rows, start=filled):
                 tokens[b] = shard[r * self.T:(r + 1) * self.T + 1]
             filled += len(rows)
@@ -992,24 +986,25 @@ def draw_curves(cfg):
     streams = {"train": [], "val": [], "hella": []}
     for step, stream, value in re.findall(r"^(\d+) (\w+) (\S+)\n", Path(cfg.log_dir, "log.txt").read_text(), re.M):
         streams[stream].append((int(step) * cfg.total_batch_size / 1e6, float(value)))
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    panels = figure.subplots(1, 2) if streams["hella"] else [figure.subplots()]
-    for name, style in (("train", dict(alpha=0.4, lw=1)), ("val", dict(marker="o", ms=3))):
-        if streams[name]:
-            panels[0].plot(*zip(*streams[name]), label=f"{name} loss, now {streams[name][-1][1]:.3f}", **style)
-    panels[0].set(ylabel="loss (nats per token)", title="Loss")
-    if streams["hella"]:
-        panels[0].axhline(GPT2_124M["val"], ls="--", c="gray", label=f"OpenAI GPT-2 124M, val {GPT2_124M['val']}")
-        panels[1].plot(*zip(*streams["hella"]), marker="o", ms=3, label=f"now {streams['hella'][-1][1]:.3f}")
-        panels[1].axhline(GPT2_124M["hella"], ls="--", c="gray", label=f"OpenAI GPT-2 124M, {GPT2_124M['hella']}")
-        panels[1].axhline(GPT3_124M_HELLA, ls=":", c="gray", label=f"GPT-3 124M, {GPT3_124M_HELLA}")
-        panels[1].set(ylabel="acc_norm (0.25 is chance)", title="HellaSwag")
+    hella, gpt2 = int(len(streams["hella"]) > 0), cfg.encoding == "gpt2"  # other encodings' losses do not compare
+    figure = Figure(figsize=(6 + 6 * hella, 4.5), layout="constrained")
+    panels = figure.subplots(1, 1 + hella, squeeze=False)[0]
+    for panel, stream, label, style in ((0, "train", "train loss", dict(alpha=0.4)), (0, "val", "val loss", dict(marker="o")),
+                                        (hella, "hella", "HellaSwag", dict(marker="o"))):
+        if points := streams[stream]:
+            panels[panel].plot(*zip(*points), label=f"{label}, now {points[-1][1]:.3f}", ms=3, **style)
+    for panel, value, label, drawn in ((0, GPT2_124M["val"], "GPT-2 124M, val", gpt2), (1, GPT2_124M["hella"], "GPT-2 124M",
+                                       hella), (1, GPT3_124M_HELLA, "GPT-3 124M", hella)):
+        if drawn:
+            panels[panel].axhline(value, ls="--" if "GPT-2" in label else ":", c="gray", label=f"{label}: {value}")
+    panels[0].set(title="Loss", ylabel="nats per token")
+    if hella:
+        panels[1].set(title="HellaSwag", ylabel="acc_norm (chance is 0.25)")
     for panel in panels:
-        panel.set(xlabel="tokens seen (millions)")
+        panel.set(xlabel="tokens seen (millions)", xlim=(0, None))
         panel.grid(alpha=0.3)
-        panel.legend()
-    with contextlib.suppress(OSError):  # a full disk; the next one may find room
-        write_whole(Path(cfg.log_dir, "curves.png"), lambda f: figure.savefig(f, dpi=100))
+        panel.legend(*panel.get_legend_handles_labels())  # given, an empty list is no warning
+    write_whole(Path(cfg.log_dir, "curves.png"), lambda f: figure.savefig(f, dpi=100))
 
 
 # -------------------------------------------------------------------------------------------------- training
