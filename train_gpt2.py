@@ -448,7 +448,7 @@ class DataLoaderLite:
         self.rows_per_epoch = int(self.rows.sum())
         for i, array in enumerate(arrays):
             check_ids(array[:IDS_CHECKED // len(shards)], n_vocab, self.names[i])
-        crc = zlib.crc32(repr([(name, len(a)) for name, a in zip(self.names, arrays)]).encode())
+        crc = zlib.crc32(repr([(n, len(a), zlib.crc32(a[:T])) for n, a in zip(self.names, arrays)]).encode())
         self.fingerprint = f"{self.tokens:,} tokens in {len(shards)} file(s) #{crc:08x}"  # is it the same data?
         self._order = lru_cache(4)(self._permutation)  # of the epochs and the shards being read, no more:
         self._shard = lru_cache(2)(self._array)        # mappings and orders of all would add up
@@ -1276,26 +1276,29 @@ def main():
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is escaped
     cfg, quick = parse_args()
-    place = None
+    place = run = problem = None
     try:
         place = join_processes(cfg)
         if quick:
-            say(place, f"Quick start: there are no shards in {FINEWEB_DIR}/ yet, so this trains a small GPT on the bytes\n"
-                       f"of input.txt. For the real thing: python fineweb.py, then the same command again\n"
-                       f"(8 GPUs: torchrun --standalone --nproc_per_node=8 train_gpt2.py).\n")
+            say(place, f"Quick start: there are no shards in {FINEWEB_DIR}/ yet, so this trains a small GPT on the\n"
+                       f"bytes of input.txt. For the real thing: python fineweb.py, then the same command\n"
+                       f"again (8 GPUs: torchrun --standalone --nproc_per_node=8 train_gpt2.py).\n")
         if run := set_up(cfg, place):
             train(run)
+    except UserError as e:
+        problem = e.args[0] if place is None or place.rank == 0 or not e.agreed else 1
     except torch.OutOfMemoryError:
         B = smaller_B(cfg, place.world)
-        sys.exit(f"train_gpt2.py: The GPU is out of memory with B={cfg.B}: " +
-                 (f"--B={B} trains the same model in less." if B else "lower --T, or the model's size."))
+        problem = f"The GPU is out of memory with B={cfg.B}: " + (
+            f"--B={B} trains the same model in less." if B else "lower --T, or the model's size.")
     except KeyboardInterrupt:  # train() has handlers of its own
-        sys.exit("train_gpt2.py: stopped before the first step")
-    except UserError as e:
-        sys.exit(f"train_gpt2.py: {e}" if place is None or place.rank == 0 or not e.agreed else 1)
+        problem = "Stopped before the first step."
     finally:
+        run = None  # DDP first: as the last to hold the group, it would take it down without letting gloo's threads end
         if dist.is_initialized():
             dist.destroy_process_group()
+    if problem:
+        sys.exit(problem if problem == 1 else f"train_gpt2.py: {problem}")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Benchmarks: both sides in one run, medians, a ratio. Nothing here asserts a time.
 
-    python tests/bench.py ladder | step | loader | tokenize | hellaswag | save | all
+    python tests/bench.py ladder | step | memory | loader | wire | tokenize | hellaswag | save | all
+    python tests/bench.py optimizers        # half an hour on two cores, so not in all
 """
 import argparse
 import contextlib
 import gc
 import io
+import math
 import os
 import platform
 import statistics
@@ -436,6 +438,47 @@ def scaling_on_paper(tokens=524288, tokens_per_second=16 * 1024 / 0.093, S=124_4
 
 
 BENCHES["wire"] = bench_wire
+
+
+def saved_bytes(B, T):
+    """Bytes that one forward pass of GPT-2 (124M) in eager bfloat16 keeps for its backward pass, weights aside."""
+    import torch
+    import train_gpt2 as t
+    model = t.GPT(t.GPTConfig(block_size=T, n_vocab=50257))
+    weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+
+    def pack(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+    idx = torch.randint(0, 50257, (B, T))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        logits, loss = model(idx, idx)
+    return sum(kept.values())
+
+
+def bench_memory():
+    """The largest power of two for B in a GPU's memory: measured on a GPU, else computed from what autograd keeps."""
+    import torch
+    T, cards, usable = 1024, (12, 16, 24, 40, 80), 0.93  # the rest is CUDA's context and fragments
+    if torch.cuda.is_available():
+        peaks = {}
+        for B in (4, 8):
+            with tempfile.TemporaryDirectory() as folder, training_run(folder, B=B, T=T) as run:
+                step_seconds(run, 2, 2)
+                peaks[B] = torch.cuda.max_memory_allocated()
+        row, how = (peaks[8] - peaks[4]) / 4, "measured at B = 4 and 8, extrapolated"
+        fixed = peaks[4] - 4 * row
+    else:
+        row = saved_bytes(2, T) - saved_bytes(1, T)
+        row += T * 50304 * (4 + 2)  # the logits' gradient, in float32 and cast
+        fixed, how = 16 * 124_475_904 + 2 * 124_475_904, "computed for eager bfloat16; compiled needs less"  # + bf16 copies
+    print(f"{how}: {fixed / 2**30:.2f} GiB + {row / 2**30:.3f} GiB a row of {T} tokens\n")
+    table([(f"{gb} GB", 2 ** int(math.log2(max(1, (gb * 1e9 * usable - fixed) / row)))) for gb in cards],
+          ("GPU memory", "largest B"))
+
+
+BENCHES["memory"] = bench_memory
 
 
 def train_quietly(data, **constants):
