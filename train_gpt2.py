@@ -836,8 +836,13 @@ def set_aside(log_dir):
         print(f"the earlier results in {log_dir}/ are now in {aside}/", flush=True)
 
 
-def not_writable(log_dir, error):
-    return UserError(f"log_dir={log_dir} can't be written ({error.strerror}): make it so, or take another --log_dir.")
+@contextlib.contextmanager
+def writing(log_dir):
+    """Around what writes to log_dir before training: an OSError in there becomes a UserError."""
+    try:
+        yield
+    except OSError as e:
+        raise UserError(f"log_dir={log_dir} can't be written ({e.strerror}): make it so, or take another.") from None
 
 
 def prepare_log_dir(place, cfg):
@@ -846,23 +851,19 @@ def prepare_log_dir(place, cfg):
         return None, None
     from filelock import FileLock, Timeout  # comes with torch
     log_dir = Path(cfg.log_dir)
-    try:
+    resume = cfg.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # torchrun after a crash
+    with writing(log_dir):
         log_dir.mkdir(parents=True, exist_ok=True)
         lock = FileLock(log_dir / ".lock")
-        lock.acquire(timeout=0)  # the system frees it when this process ends, however it ends
-    except Timeout:
-        raise UserError(f"Another run is at work in {log_dir}/: wait for its end, or take another --log_dir.") from None
-    except OSError as e:
-        raise not_writable(log_dir, e) from None
-    resume = cfg.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # torchrun after a crash
-    path = newest_checkpoint(log_dir) if resume else None
-    try:
+        try:
+            lock.acquire(timeout=0)  # the system frees it when this process ends, however it ends
+        except Timeout:
+            raise UserError(f"Another run is at work in {log_dir}/: wait for its end, or take another --log_dir.") from None
         for part in log_dir.glob("*.pt.part"):  # of saves that a kill cut short
             part.unlink()
+        path = newest_checkpoint(log_dir) if resume else None
         if path is None and (not resume or list(log_dir.glob("model_*.pt"))):
             set_aside(log_dir)
-    except OSError as e:
-        raise not_writable(log_dir, e) from None
     return lock, path
 
 
@@ -945,36 +946,27 @@ def versions():
 
 
 def git_commit():
-    """The commit this file is checked out at, with + if it was changed since; None outside git."""
-    def git(*words):
-        return subprocess.run(["git", "-C", str(HERE), *words], capture_output=True, text=True, timeout=10).stdout.strip()
+    """The commit this file is checked out at, "-dirty" behind it if files were changed since; None outside git."""
     try:
-        commit = git("rev-parse", "HEAD")
-        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no") else "") if commit else None
+        return subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+                              capture_output=True, text=True, timeout=10).stdout.strip() or None
     except (OSError, subprocess.TimeoutExpired):
         return None
 
 
-def describe_run(cfg, place, head, step):
-    """log_dir/run.json: the constants, and each start of the run with its command, versions and commit."""
-    path = Path(cfg.log_dir, "run.json")
-    starts = []
+def open_log(cfg, place, head, step):
+    """On rank 0: note this start of the run in run.json and open log.txt. Raises UserError."""
+    if place.rank != 0:
+        return None
+    path, starts = Path(cfg.log_dir, "run.json"), []
     with contextlib.suppress(OSError, ValueError, KeyError):
         starts = json.loads(path.read_text())["starts"] if step else []
     starts.append({"time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "step": step, "command": sys.argv,
                    "processes": place.world, "commit": git_commit(), "versions": versions(), "said": head})
     text = json.dumps({"constants": asdict(cfg), "starts": starts}, indent=2)
-    write_whole(path, lambda f: f.write(text.encode()))
-
-
-def open_log(cfg, place, head, step):
-    """Log of rank 0, None elsewhere; this start is noted in run.json. Raises UserError."""
-    if place.rank == 0:
-        try:
-            describe_run(cfg, place, head, step)
-            return Log(Path(cfg.log_dir, "log.txt"), step)
-        except OSError as e:
-            raise not_writable(cfg.log_dir, e) from None
+    with writing(cfg.log_dir):
+        write_whole(path, lambda f: f.write(text.encode()))
+        return Log(Path(cfg.log_dir, "log.txt"), step)
 
 
 def draw_curves(cfg):
