@@ -1,18 +1,14 @@
 """fineweb.py as its user runs it: same bytes as a naive tokenizer, stops and kills, a stand-in hub, bad input."""
-import fcntl
 import gzip
 import hashlib
 import http.server
 import json
 import os
-import pty
 import random
 import re
 import signal
-import struct
 import subprocess
 import sys
-import termios
 import threading
 import time
 import urllib.parse
@@ -135,7 +131,7 @@ def without_network(tmp_path_factory):
 
 
 # ------------------------------------------------------------------------------------------------- the format
-def test_shards_are_what_a_naive_tokenizer_makes(texts, whole):
+def test_shards_are_what_a_naive_tokenizer_makes(texts, whole, tmp_path):
     expected = naive(texts, fineweb.get_encoding("bytes"))
     shards = [np.load(path, allow_pickle=False) for path in shards_of(whole)]
     assert [path.name for path in shards_of(whole)] == [
@@ -143,13 +139,9 @@ def test_shards_are_what_a_naive_tokenizer_makes(texts, whole):
     assert all(shard.dtype == np.uint16 and shard.ndim == 1 for shard in shards)
     assert len(shards) > 5 and {len(shard) for shard in shards[:-1]} == {SHARD} and 0 < len(shards[-1]) <= SHARD
     np.testing.assert_array_equal(np.concatenate(shards), expected)
+    np.save(tmp_path / "again.npy", shards[-1])
+    assert (tmp_path / "again.npy").read_bytes() == shards_of(whole)[-1].read_bytes()
     assert sorted(path.name for path in whole.iterdir() if path.suffix != ".npy") == [".lock", "manifest.json"]
-
-
-def test_shard_files_are_what_np_save_makes(whole, tmp_path):
-    for path in (shards_of(whole)[0], shards_of(whole)[-1]):
-        np.save(tmp_path / "again.npy", np.load(path))
-        assert (tmp_path / "again.npy").read_bytes() == path.read_bytes()
 
 
 @pytest.mark.parametrize("nprocs", [1, 3])
@@ -175,7 +167,6 @@ def test_summary_counts_documents_and_those_without_text(tmp_path):
     result = make(tmp_path / "in", tmp_path / "out")
     assert_made(result)
     assert "3 documents, " in result.stdout and "7 documents without text were left out" in result.stdout
-    assert "validation" in result.stdout.splitlines()[-1]  # one shard alone is nothing to train on
     expected = naive(["one", "two \ufffd odd", "three"], fineweb.get_encoding("bytes"))
     np.testing.assert_array_equal(tokens_of(tmp_path / "out"), expected)
     size = sum(path.stat().st_size for path in (tmp_path / "out").iterdir())
@@ -192,30 +183,28 @@ def test_parquet_strings_that_are_not_utf8(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [1, 1 << 40])
-def test_reading_starts_at_any_row_and_cuts_big_row_groups(corpus, texts, monkeypatch, limit):
+def test_reading_starts_at_any_batch_and_cuts_big_row_groups(corpus, texts, monkeypatch, limit):
     monkeypatch.setattr(fineweb, "MAX_GROUP_BYTES", limit)
     monkeypatch.setattr(fineweb, "BATCH_BYTES", 5000)
-    fs, files = fineweb.find_files(str(corpus), "")
-    shares = [batch.share for batch in fineweb.read_batches(fs, files, 0, 0)]
-    assert shares == sorted(shares) and shares[-1] == 1
+    urls = [*fineweb.find_files(str(corpus), "")]
+    batches = [*fineweb.read_batches(urls, 0, 0)]
     starts = {0: 0, 1: 150, 2: 200, 3: 250}
-    for file, row in [(0, 0), (0, 1), (0, 20), (0, 149), (0, 150), (1, 7), (2, 49), (3, 33)]:
-        batches = list(fineweb.read_batches(fs, files, file, row))
-        found = [(batch.file, batch.row + i, text) for batch in batches
-                 for i, text in enumerate(fineweb.read_documents(fs, batch))]
-        if limit > 1:  # a whole row group can only be had from its start
-            found = [one for one in found if one[:2] >= (file, row)]
-        assert [text for *_, text in found] == texts[starts[file] + row:]
-        assert all(text == texts[starts[number] + row] for number, row, text in found)
+    assert {batch.file for batch in batches} == {*starts} and len(batches) > 20
+    for batch in batches:
+        found = fineweb.read_texts(batch)
+        first = starts[batch.file] + batch.row
+        assert found == texts[first:first + len(found)]
+    for i in (0, 1, 7, len(batches) // 2, len(batches) - 1):
+        assert [*fineweb.read_batches(urls, batches[i].file, batches[i].row)] == batches[i:]
 
 
 def test_only_a_bounded_number_of_batches_is_under_way(corpus):
-    fs, files = fineweb.find_files(str(corpus), "")
+    urls = [*fineweb.find_files(str(corpus), "")]
     taken = []
-    batches = (taken.append(batch) or batch for batch in fineweb.read_batches(fs, files, 0, 0))
-    results = fineweb.tokenize_all(batches, 1, fineweb.get_encoding("bytes"), fs)
-    for used, _ in enumerate(results, start=1):
+    batches = (taken.append(batch) or batch for batch in fineweb.read_batches(urls, 0, 0))
+    for used, result in enumerate(fineweb.tokenize_all(batches, 1, fineweb.get_encoding("bytes")), start=1):
         assert len(taken) < used + fineweb.BATCHES_PER_WORKER
+        assert result[:2] == (taken[used - 1].file, taken[used - 1].row)
     assert used == len(taken) > 10
 
 
@@ -242,7 +231,7 @@ def test_finished_shards_are_not_read_again(tmp_path):
         write_parquet(tmp_path / f"in/{i}.parquet", make_texts(100, seed=i))
     assert_made(make(tmp_path / "in", tmp_path / "once"))
     assert_made(make(tmp_path / "in", tmp_path / "out", "--max_shards=6"))
-    end = json.loads((tmp_path / "out/manifest.json").read_text())["shards"][-1]["end"]
+    end = json.loads((tmp_path / "out/manifest.json").read_text())["shards"][-1]
     assert end["file"] > 0
     first = tmp_path / "in/0.parquet"
     first.write_bytes(bytes(first.stat().st_size))  # as large as before, but nobody could read it
@@ -273,7 +262,7 @@ if __name__ == "__main__":
 def test_killed_at_every_step_of_saving(corpus, whole, tmp_path):
     script, out = tmp_path / "killer.py", tmp_path / "out"
     script.write_text(KILLER)
-    for steps in (1, 2, 3, 4, 5, 7, 8):  # of a shard's four: write it, write the manifest, name the one, name the other
+    for steps in (1, 2, 3, 4, 8):  # of a shard's four: write the manifest, name it, write the shard, name it
         stood = {path: path.stat().st_ino for path in shards_of(out)}
         result = make(corpus, out, "--nprocs=1", script=script, env={"STEPS": str(steps)})
         assert result.returncode == -signal.SIGKILL
@@ -281,10 +270,7 @@ def test_killed_at_every_step_of_saving(corpus, whole, tmp_path):
         assert all(path.stat().st_ino == inode for path, inode in stood.items()), "a finished shard was made again"
     result = make(corpus, out, "--nprocs=2")
     assert_made(result)
-    # those killed after the manifest had a shard but before it got its name (steps 4, 5 and 8) count as finished too;
-    # the run after such a kill has one step more, giving the name
-    finished = 0 + 0 + 0 + 1 + 1 + 1 + 2
-    assert f"This run: {len(tokens_of(whole)) - finished * SHARD:,} tokens" in result.stdout
+    assert f"This run: {len(tokens_of(whole)) - SHARD:,} tokens" in result.stdout  # the last kill left one shard
     assert digests(out) == digests(whole)
     assert not [*out.glob("*.tmp")]
 
@@ -293,8 +279,8 @@ def test_killed_at_every_step_of_saving(corpus, whole, tmp_path):
 def long_corpus(tmp_path_factory):
     """Enough documents for a few seconds of work."""
     folder = tmp_path_factory.mktemp("long")
-    for i in range(8):
-        write_parquet(folder / f"{i}.parquet", make_texts(100, seed=i) * 30, rows=100)
+    for i in range(4):
+        write_parquet(folder / f"{i}.parquet", make_texts(100, seed=i) * 60, rows=100)
     return folder
 
 
@@ -316,6 +302,7 @@ def workers_of(process):
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the workers in /proc")
 def test_kill_9_leaves_no_worker_behind_and_workers_are_spawned(long_corpus, tmp_path):
     process = begin(long_corpus, tmp_path)
+    assert_refused(make(long_corpus, tmp_path, shard_size=500_000), "Another fineweb.py is at work")
     workers = workers_of(process)
     assert len(workers) == 2
     process.kill()
@@ -348,18 +335,11 @@ def test_ctrl_c_and_sigterm_say_one_line(long_corpus, tmp_path, signal_number, e
     assert all(np.load(path).shape == (500_000,) for path in shards_of(tmp_path))
 
 
-def test_second_run_on_the_same_folder_is_refused(long_corpus, tmp_path):
-    process = begin(long_corpus, tmp_path)
-    try:
-        assert_refused(make(long_corpus, tmp_path, shard_size=500_000), "Another fineweb.py is at work")
-    finally:
-        process.kill()
-        process.communicate()
-
-
 def test_bars_on_a_terminal_and_lines_in_a_log(corpus, tmp_path):
+    fcntl, pty, termios = (pytest.importorskip(name, reason="needs a Unix terminal") for name in
+                           ("fcntl", "pty", "termios"))
     parent, child = pty.openpty()
-    fcntl.ioctl(child, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 100, 0, 0))  # lines, columns, pixels
+    fcntl.ioctl(child, termios.TIOCSWINSZ, np.array([24, 100, 0, 0], np.uint16).tobytes())  # lines, columns, pixels
     process = subprocess.Popen(
         [sys.executable, ROOT / "fineweb.py", f"--source={corpus}", f"--local_dir={tmp_path}", f"--shard_size={SHARD}",
          "--encoding=bytes"], stdout=subprocess.PIPE, stderr=child, text=True)
@@ -373,7 +353,7 @@ def test_bars_on_a_terminal_and_lines_in_a_log(corpus, tmp_path):
     os.close(parent)
     lines = process.communicate()[0].splitlines()
     assert process.returncode == 0
-    assert re.search(rb"corpus: +\d+%\|.*tok/s", terminal) and re.search(rb"shard: +\d+%\|.*/50.0k", terminal)
+    assert re.search(rb"all: .*tok/s", terminal) and re.search(rb"shard: +\d+%\|.*/50.0k", terminal)
     assert sum(line.startswith("edufineweb_") for line in lines) == len(shards_of(tmp_path))
     assert not any("|" in line or "\r" in line for line in lines)
 
@@ -476,7 +456,7 @@ def test_hub_dataset_streams_to_the_same_tokens(hub, whole, tmp_path):
     assert digests(out) == digests(whole)
     cached = sum(path.stat().st_size for path in Path(hub["HF_HOME"]).rglob("*") if path.is_file())
     assert cached < 20_000, "the corpus was copied to the disk"
-    end = json.loads((out / "manifest.json").read_text())["shards"][1]["end"]
+    end = json.loads((out / "manifest.json").read_text())["shards"][1]
     first = f"/datasets/{DATASET}/resolve/{Hub.revision}/sample/10BT/000_00000.parquet"
     groups = [(int(asked.split("=")[1].split("-")[0])) for _, path, asked in Hub.log if path == first and asked]
     file = pq.ParquetFile(pa.BufferReader(Hub.files["sample/10BT/000_00000.parquet"]))
@@ -487,7 +467,7 @@ def test_hub_dataset_streams_to_the_same_tokens(hub, whole, tmp_path):
 def test_hub_names_that_do_not_exist(hub, tmp_path):
     assert_refused(make("nobody/nothing", tmp_path, env=hub), "source=nobody/nothing", "doesn't exist on the Hub")
     result = make(DATASET, tmp_path, "--remote_name=sample-10B", env=hub)
-    assert_refused(result, "remote_name=sample-10B of", "Available: .*'sample-10BT'")
+    assert_refused(result, "remote_name=sample-10B ", "Available: .*'sample-10BT'")
 
 
 def test_hub_file_gone_in_the_midst(hub, tmp_path, monkeypatch):
@@ -499,15 +479,15 @@ def test_hub_file_gone_in_the_midst(hub, tmp_path, monkeypatch):
 def test_no_network(without_network):
     stdout, stderr = without_network.communicate(timeout=60)
     result = subprocess.CompletedProcess([], without_network.returncode, stdout, stderr)
-    assert_refused(result, "http://127.0.0.1:9 can't be reached", DATASET, "HF_ENDPOINT=https://hf-mirror.com")
+    assert_refused(result, "can't be had from http://127.0.0.1:9", DATASET, "HF_ENDPOINT=https://hf-mirror.com")
     assert "Asking http://127.0.0.1:9" in stdout
 
 
 # ------------------------------------------------------------------------------------------------- bad input
 @pytest.mark.parametrize("flag, says", [
     ("--shard_siz=5", "unrecognized arguments: --shard_siz"), ("--shard_size=1e8", "invalid int value: '1e8'"),
-    ("--shard_size=1000", "shard_size=1000 .*1025"), ("--nprocs=-1", "nprocs=-1"), ("--max_shards=-3", "max_shards=-3"),
-    ("--encoding=gpt3", '"gpt3" is not known'), ("--source=./nowhere", "source=./nowhere is neither a folder"),
+    ("--shard_size=1000", "shard_size=1000 .*1025"), ("--nprocs=-1", "nprocs=-1"),
+    ("--encoding=gpt3", "--encoding: invalid choice: 'gpt3'"), ("--source=/no/where", "source=/no/where is no folder"),
     ("--source={tmp}", "holds no .parquet, .jsonl, .jsonl.gz files"),
     ("--local_dir={tmp}/file", "local_dir=.*file can't be written")])
 def test_bad_constants(tmp_path, flag, says):
@@ -545,12 +525,11 @@ def lines(data):
     (damaged_parquet, "x.parquet can't be read from row 41 on"),
     (cut_parquet, "x.parquet can't be read from row 1 on"),
     (cut_gzip, r"x.jsonl.gz can't be read from row 1 on \(EOFError"),
-    (table(content=["a"]), "no column 'text' of strings; it has {'content': 'string'}"),
-    (table(text=[1]), "no column 'text' of strings; it has {'text': 'int64'}"),
-    (lines(b'{"text": "a"}\n\n{"text": "b\n'), "x.jsonl, row 3 is not a JSON object"),
-    (lines(b'{"text": "a"}\n["b"]\n'), "x.jsonl, row 2 is not a JSON object"),
-    (lines(b'{"text": "\xff"}\n'), "x.jsonl, row 1 is not a JSON object"),
-    (lines(b'{"text": ["b"]}\n'), "x.jsonl, row 1 has a 'text' that is not a string"),
+    (table(content=["a"]), "can't be read from row 1 on .*text"),
+    (table(text=[1]), "can't be read from row 1 on .*int64"),
+    (lines(b'{"text": "a"}\n\n{"text": "b\n'), "x.jsonl can't be read from row 3 on .*JSONDecodeError"),
+    (lines(b'{"text": "\xff"}\n'), "x.jsonl can't be read from row 1 on .*UnicodeDecodeError"),
+    (lines(b'{"text": ["b"]}\n'), "x.jsonl can't be read from row 1 on .*'text' is not a string"),
     (lines(b'{"content": "b"}\n'), "no document with a 'text'")])
 def test_damaged_documents_are_named(tmp_path, spoil, says):
     (tmp_path / "in").mkdir()
@@ -559,12 +538,10 @@ def test_damaged_documents_are_named(tmp_path, spoil, says):
     assert not shards_of(tmp_path / "out")
 
 
-def test_other_settings_are_refused_with_the_difference(corpus, whole, tmp_path):
+def test_other_settings_are_refused_with_the_difference(corpus, whole):
     before = digests(whole)
     assert_refused(make(corpus, whole, shard_size=SHARD + 1), f"shard_size {SHARD}, not {SHARD + 1}")
     assert_refused(make(corpus, whole, encoding="gpt2"), "encoding bytes, not gpt2")
-    write_parquet(tmp_path / "a.parquet", ["other"])
-    assert_refused(make(tmp_path, whole), f"source {corpus}, not {tmp_path}; a.parquet, .*; b.jsonl, .*, not None")
     assert digests(whole) == before
 
 
@@ -572,25 +549,23 @@ def test_a_corpus_that_changed_is_refused(tmp_path):
     write_parquet(tmp_path / "in/a.parquet", ["one"])
     assert_made(make(tmp_path / "in", tmp_path / "out"))
     write_parquet(tmp_path / "in/b.parquet", ["two"])
-    assert_refused(make(tmp_path / "in", tmp_path / "out"), r"made from something else: b.parquet, bytes None, not \d+")
+    assert_refused(make(tmp_path / "in", tmp_path / "out"), r"file 1 unknown, not b.parquet, \d+ bytes")
 
 
-def test_foreign_shards_and_a_damaged_manifest_are_refused(corpus, tmp_path):
+def test_foreign_shards_are_refused(corpus, tmp_path):
     np.save(tmp_path / "edufineweb_train_000001.npy", np.zeros(10, np.uint16))
-    assert_refused(make(corpus, tmp_path), "no manifest.json", "another --local_dir")
-    for damage in ("{", "[]", '{"settings": []}'):
-        (tmp_path / "manifest.json").write_text(damage)
-        assert_refused(make(corpus, tmp_path), "manifest.json is damaged")
+    assert_refused(make(corpus, tmp_path), f"source unknown, not {corpus}", "another --local_dir")
 
 
 def test_disk_full_leaves_only_whole_shards(corpus, whole, tmp_path):
+    pytest.importorskip("resource", reason="plays a full disk with setrlimit")
     script = tmp_path / "small_disk.py"
     script.write_text(f"import sys; sys.path.insert(0, {str(ROOT)!r})\nimport fineweb\nif __name__ == '__main__':\n"
                       f"    import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (2 * {SHARD}, 2 * {SHARD}))\n"
                       f"    fineweb.main()\n")  # a file may have all of its tokens, but not the header as well
     result = make(corpus, tmp_path / "out", script=script)
-    assert_refused(result, "edufineweb_val_000000.npy can't be written", "make room")
-    assert [path.name for path in (tmp_path / "out").iterdir()] == [".lock"]
+    assert_refused(result, "out can't be written .*File too large", "make room")
+    assert not shards_of(tmp_path / "out")
     assert_made(make(corpus, tmp_path / "out"))
     assert digests(tmp_path / "out") == digests(whole)
 
@@ -599,15 +574,6 @@ def test_vocabulary_out_of_reach(corpus, tmp_path):
     nowhere = "http://127.0.0.1:9"
     env = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": nowhere, "https_proxy": nowhere}
     assert_refused(make(corpus, tmp_path / "out", encoding="gpt2", env=env), "encoding=gpt2", "TIKTOKEN_CACHE_DIR")
-
-
-def test_import_does_nothing(tmp_path):
-    code = ("import sys, fineweb; heavy = {'datasets', 'torch', 'pyarrow', 'huggingface_hub'} & set(sys.modules); "
-            "assert not heavy, heavy")
-    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)},
-                            capture_output=True, text=True)
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
-    assert not [*tmp_path.iterdir()]
 
 
 def test_help_lists_every_constant_with_its_default():

@@ -137,6 +137,32 @@ if __name__ == "__main__":
     assert done.stdout.count("calls: 8") == 2  # 8 steps of 4 micro-steps, one bucket each
 
 
+def test_gradients_leave_while_backward_still_runs():
+    """Compiled too: DDP's buckets go out between the layers' gradients, not after the last one."""
+    script = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import torch, train_gpt2 as t
+from torch._dynamo.backends.debugging import aot_eager  # what torch.compile does, less the C++ compiler
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:29531", rank=0, world_size=1)
+raw, order = t.GPT(t.GPTConfig(16, 384, 4, 4, 384, 257)), []
+raw.compile(backend=aot_eager)
+model = t.wrap_ddp(raw, t.Config(), t.Place(0, 0, 2, torch.device("cpu")))
+model.register_comm_hook(None, lambda state, bucket: order.append("bucket") or allreduce_hook(None, bucket))
+for p in raw.parameters():
+    p.register_post_accumulate_grad_hook(lambda p: order.append("gradient"))
+idx = torch.zeros(1, 16, dtype=torch.int64)
+for _ in range(2):
+    order.clear()
+    model(idx, idx)[1].backward()
+print(order.index("bucket") < len(order) // 2, order.count("bucket"), order.count("gradient") == len(list(raw.parameters())))
+torch.distributed.destroy_process_group()
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=os.environ | ONE_THREAD)
+    early, buckets, all_seen = done.stdout.split()
+    assert early == all_seen == "True" and int(buckets) >= 2, done.stderr
+
+
 def test_watching_changes_nothing(alone, corpus, tmp_path):
     """Samples and validation draw no random numbers of training's."""
     quiet = train(tmp_path, data=corpus, eval_every=0, sample_every=3, sample_tokens=5)[0]
