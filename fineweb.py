@@ -38,7 +38,6 @@ import tiktoken
 from tqdm import tqdm
 
 
-# ------------------------------------------------------------------------------------------------- constants
 @dataclasses.dataclass
 class Config:
     """Each is also a flag. Only max_shards and nprocs may change while local_dir holds shards."""
@@ -74,19 +73,18 @@ Batch = namedtuple("Batch", "file url row payload")
 
 
 def find_files(source, remote_name):
-    """[(path or URL, bytes)] of the corpus in reading order. Raises UserError."""
+    """{path or URL: bytes} of the corpus in reading order. Raises UserError."""
     if os.path.isdir(source):
-        files = [(str(path), path.stat().st_size) for path in sorted(Path(source).rglob("*")) if path.is_file()]
+        files = {str(path): path.stat().st_size for path in sorted(Path(source).rglob("*")) if path.is_file()}
     else:
         files = find_hub_files(source, remote_name)
-    files = [(url, size) for url, size in files if url.endswith(SUFFIXES)]
-    if not files:
-        raise UserError(f"source={source} holds no {', '.join(SUFFIXES)} files: point --source at what does.")
-    return files
+    if files := {url: size for url, size in files.items() if url.endswith(SUFFIXES)}:
+        return files
+    raise UserError(f"source={source} holds no {', '.join(SUFFIXES)} files: point --source at what does.")
 
 
 def find_hub_files(source, remote_name):
-    """[(URL, bytes)] of what `datasets` would stream for this dataset and configuration. Raises UserError."""
+    """{URL: bytes} of what `datasets` would stream for this dataset and configuration. Raises UserError."""
     import datasets
     datasets.disable_progress_bars()
     logging.disable(logging.WARNING)  # or ten lines on the hub client's retries bury the one below
@@ -94,13 +92,11 @@ def find_hub_files(source, remote_name):
     print(f"Asking {hub} for the files of {source}, {remote_name} (without a network, half a minute)", flush=True)
     try:
         urls = (datasets.load_dataset_builder(source, remote_name).config.data_files or {}).get("train", [])
-        return [(url, fsspec.url_to_fs(url)[0].size(url)) for url in urls]
-    except (ValueError, FileNotFoundError, RuntimeError) as e:
-        raise UserError(f"source={source} is no folder here, and with remote_name={remote_name} not to be had from "
-                        f"{hub} ({brief(e)}): check both names.") from None
+        return {url: fsspec.url_to_fs(url)[0].size(url) for url in urls}
     except Exception as e:  # a lost network has another class with each HTTP library that the hub's client moves to
-        raise UserError(f"{hub} can't be reached for source={source} ({brief(e)}): check the network, try a mirror "
-                        f"with HF_ENDPOINT=https://hf-mirror.com, or take a local folder.") from None
+        raise UserError(f"source={source} is no folder here, and its remote_name={remote_name} can't be had from {hub} "
+                        f"({brief(e)}): check both names and the network, or try a mirror with "
+                        f"HF_ENDPOINT=https://hf-mirror.com.") from None
 
 
 def unreadable(url, row, error):
@@ -113,15 +109,15 @@ def read_batches(urls, first_file, first_row):
     for file, url in enumerate(urls[first_file:], start=first_file):
         row = 0
         try:
-            for payload, rows in parquet_batches(url) if url.endswith(".parquet") else json_batches(url):
+            for payload, rows in read_parquet(url) if url.endswith(".parquet") else read_json(url):
                 if file > first_file or row >= first_row:
                     yield Batch(file, url, row, payload)
                 row += rows
-        except Exception as e:  # damage is an ArrowInvalid, OSError, EOFError, zlib.error ...; the network, anything
+        except Exception as e:  # ArrowInvalid, OSError, EOFError, zlib.error ..., and all that a network may raise
             raise unreadable(url, row, e) from None
 
 
-def parquet_batches(url):
+def read_parquet(url):
     """Yield (a Batch's payload, its number of rows)."""
     parquet = open_parquet(url)
     for number in range(parquet.num_row_groups):
@@ -130,11 +126,10 @@ def parquet_batches(url):
             yield number, group.num_rows
         else:
             rows = max(1, group.num_rows * BATCH_BYTES // group.total_byte_size)
-            for piece in parquet.iter_batches(rows, row_groups=[number], columns=[TEXT]):
-                yield piece, len(piece)
+            yield from ((part, len(part)) for part in parquet.iter_batches(rows, row_groups=[number], columns=[TEXT]))
 
 
-def json_batches(url):
+def read_json(url):
     """Yield (a Batch's payload, its number of rows); every line is a row."""
     with fsspec.open(url, compression="infer", expand=False) as file:
         lines = io.BufferedReader(file)
@@ -186,7 +181,7 @@ def get_encoding(name):
 
 
 def tokenize(batch, encoding):
-    """(tokens, (n,) uint16, with <|endoftext|> before each document; documents left out for want of text)"""
+    """In a worker: (batch's file, its row, tokens (n,) uint16, documents left out for want of text)."""
     texts, parts = read_texts(batch), [[]]
     with_text = [text for text in texts if text and not text.isspace()]
     for text in with_text:
@@ -195,25 +190,28 @@ def tokenize(batch, encoding):
             parts.append(encoding.encode_to_numpy(text))
         except ValueError:  # what looks like a special token, or a lone surrogate: this slower call takes them
             parts.append(encoding.encode_ordinary(text))
-    return np.concatenate(parts, dtype=np.uint16, casting="unsafe"), len(texts) - len(with_text)  # ids are < 2**16
+    tokens = np.concatenate(parts, dtype=np.uint16, casting="unsafe")  # ids are below 2**16
+    return batch.file, batch.row, tokens, len(texts) - len(with_text)
 
 
 def work(connection, encoding):
-    """A worker process: answers each batch until the parent is gone, by kill -9 too, since that ends the connection."""
+    """A worker process: answers batches until the parent is gone, by kill -9 too, since that ends the connection."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches every process: the parent alone answers it
-    with contextlib.suppress(EOFError, OSError):
+    with contextlib.suppress(EOFError, ConnectionError):
         while True:
             batch = connection.recv()
             try:
-                connection.send(tokenize(batch, encoding))
+                answer = tokenize(batch, encoding)
             except UserError as e:
-                connection.send(e)
+                answer = e
+            connection.send(answer)
 
 
 def tokenize_all(batches, nprocs, encoding):
-    """Yield (batch, tokens, documents left out) in the order of `batches`, by `nprocs` processes. Raises UserError."""
-    spawn = multiprocessing.get_context("spawn")  # a fork would copy the threads of the hub's client amid their work
-    idle = []
+    """Yield what tokenize makes of each batch, in order, by `nprocs` processes. Raises UserError."""
+    # spawned, since a fork would copy the threads of the hub's client; each with a pipe of its own, since a worker
+    # killed amid a message leaves a Pool's common queue locked, which then neither works nor ends
+    spawn, idle = multiprocessing.get_context("spawn"), []
     for _ in range(nprocs):
         ours, theirs = spawn.Pipe()
         spawn.Process(target=work, args=(theirs, encoding), daemon=True).start()
@@ -224,19 +222,18 @@ def tokenize_all(batches, nprocs, encoding):
         worker = idle.pop()
         worker.send(batch)
         answer = worker.recv()
+        idle.append(worker)
         if isinstance(answer, UserError):
             raise answer
-        idle.append(worker)
-        return batch, *answer
+        return answer
 
-    threads, window = ThreadPoolExecutor(nprocs), deque()  # a thread waits for each worker
+    threads = ThreadPoolExecutor(nprocs)  # one to wait for each worker
+    jobs = (threads.submit(ask_worker, batch) for batch in batches)
     try:
-        for batch in batches:
-            window.append(threads.submit(ask_worker, batch))
-            if len(window) == BATCHES_PER_WORKER * nprocs:
-                yield window.popleft().result()
+        window = deque(itertools.islice(jobs, BATCHES_PER_WORKER * nprocs))
         while window:
             yield window.popleft().result()
+            window.extend(itertools.islice(jobs, 1))
     except (EOFError, ConnectionError):
         raise UserError("A worker process died, likely for want of memory: take a smaller --nprocs; the same command "
                         "goes on after the last finished shard.") from None
@@ -246,14 +243,13 @@ def tokenize_all(batches, nprocs, encoding):
 
 # ------------------------------------------------------------------------------------------------- shards
 def load_shards(folder, settings):
-    """The entries (see cut_shards) of the finished shards. Raises UserError for a folder made with other settings."""
-    path = folder / "manifest.json"
-    unknown = any(folder.glob("*.npy"))  # without a manifest, nobody knows what these were made from
-    manifest = json.loads(path.read_bytes()) if path.exists() else {"settings": {} if unknown else settings, "shards": []}
+    """The manifest's entries of the finished shards. Raises UserError for a folder made with other settings."""
+    manifest = {"settings": {} if any(folder.glob("*.npy")) else settings, "shards": []}
+    if (folder / "manifest.json").exists():
+        manifest = json.loads((folder / "manifest.json").read_bytes())
     made = manifest["settings"]
-    differing = [f"{name} {made.get(name, 'unknown')}, not {settings.get(name)}" for name in {**settings, **made}
-                 if made.get(name) != settings.get(name)]
-    if differing:
+    if differing := [f"{name} {made.get(name, 'unknown')}, not {settings.get(name)}" for name in {**settings, **made}
+                     if made.get(name) != settings.get(name)]:
         raise UserError(f"The shards in {folder}/ were made with other settings: {'; '.join(differing)[:400]}. "
                         f"Put that back, or take another --local_dir.")
     return [*itertools.takewhile(lambda shard: (folder / shard["name"]).exists(), manifest["shards"])]
@@ -261,30 +257,114 @@ def load_shards(folder, settings):
 
 def write_whole(path, write):
     """The file that `write` writes, under its name only once all of it is on the disk."""
-    temporary = path.with_name(path.name + ".tmp")  # no reader of *.npy finds it
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    temporary = path.with_name(path.name + ".tmp")  # no reader of *.npy finds it; the next run writes it anew
+    with open(temporary, "wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
 
 
-def cut_shards(results, shard_size, shards, eot, bars):
-    """Yield (tokens, (n,) uint16; entry for the manifest) of each shard after `shards`, from tokenize_all's results.
+def save_shard(folder, settings, shards, tokens, eot, end):
+    """Add `tokens`, (n,) uint16, that end at `end` (see cut_shards), to the folder and to `shards`."""
+    name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
+    shards.append({"name": name, "tokens": len(tokens), "documents": int(np.count_nonzero(tokens == eot)), **end})
+    # the manifest comes first: an entry without a shard counts for nothing, a shard without an entry is a dead end
+    manifest = json.dumps({"settings": settings, "shards": shards}, indent=1).encode()
+    write_whole(folder / "manifest.json", lambda file: file.write(manifest))
+    # given a true file, np.save writes past Python and can't tell a full disk
+    write_whole(folder / name, lambda file: np.save(SimpleNamespace(write=file.write), tokens))
+    with tqdm.external_write_mode():  # clear of the bars, and at once, since people tail log files
+        print(f"{name}: {len(tokens):,} tokens, {shards[-1]['documents']:,} documents", flush=True)
 
-    A shard ends `used` tokens after row `row` of file number `file`; `left_out` documents without text lie before it.
-    """
-    buffer, filled = np.empty(shard_size, dtype=np.uint16), 0
+
+def cut_shards(results, shard_size, end, bars):
+    """Yield (tokens, (n,) uint16; where they end) of each shard after `end`, from what tokenize_all yields."""
+    # an end: `used` tokens after row `row` of file number `file`, `left_out` documents without text before that row
+    shard, filled, used, left_out = np.empty(shard_size, dtype=np.uint16), 0, end["used"], end["left_out"]
+    for file, row, tokens, without_text in results:
+        while used < len(tokens):
+            n = min(len(tokens) - used, shard_size - filled)
+            shard[filled:filled + n] = tokens[used:used + n]
+            used, filled = used + n, filled + n
+            for bar in bars:
+                bar.update(n)
+            if filled == shard_size:
+                yield shard, {"file": file, "row": row, "used": used, "left_out": left_out}
+                filled = 0
+        used, left_out = 0, left_out + without_text
+    if filled:
+        yield shard[:filled], {"file": file + 1, "row": 0, "used": 0, "left_out": left_out}
 
 
 def make_shards(cfg, folder):
-    """Make what `folder` lacks of the shards that `cfg` asks for; returns all the entries. Raises UserError."""
-    files = find_files(cfg.source, cfg.remote_name)
-    urls = [url for url, _ in files]
-    settings = {"source": cfg.source, "remote_name": cfg.remote_name, "shard_size": cfg.shard_size,
-                "encoding": cfg.encoding, "batch_bytes": BATCH_BYTES,
-                **{f"file {i}": f"{os.path.basename(url)}, {size} bytes" for i, (url, size) in enumerate(files)}}
+    """Make what `folder` lacks of the shards that `cfg` asks for, and sum up. Raises UserError."""
+    start, files = time.perf_counter(), find_files(cfg.source, cfg.remote_name)
+    settings = {name: getattr(cfg, name) for name in ("source", "remote_name", "shard_size", "encoding")}
+    settings |= {"batch_bytes": BATCH_BYTES}  # a run goes on at the start of an earlier run's batch
+    settings |= {f"file {i}": f"{os.path.basename(url)}, {size} bytes" for i, (url, size) in enumerate(files.items())}
     shards = load_shards(folder, settings)
+    found, end = len(shards), shards[-1] if shards else {"file": 0, "row": 0, "used": 0, "left_out": 0}
+    if end["file"] < len(files) and not 0 < cfg.max_shards <= found:
+        encoding, batches = get_encoding(cfg.encoding), read_batches([*files], end["file"], end["row"])
+        bar = functools.partial(tqdm, unit="tok", unit_scale=True, disable=None)  # None: on a terminal, not in a log
+        results = tokenize_all(batches, cfg.nprocs or os.cpu_count(), encoding)
+        with (bar(desc="all", initial=found * cfg.shard_size, total=cfg.max_shards * cfg.shard_size or None) as whole,
+              bar(desc="shard", total=cfg.shard_size, leave=False) as part):
+            for tokens, end in cut_shards(results, cfg.shard_size, end, (whole, part)):
+                save_shard(folder, settings, shards, tokens, encoding.eot_token, end)
+                part.reset()
+                if len(shards) == cfg.max_shards:
+                    break
+    if not shards:
+        raise UserError(f"source={cfg.source} has no document with a {TEXT!r}: no shard was made.")
+    documents, tokens, made = (sum(shard[what] for shard in some) for what, some in (
+        ("documents", shards), ("tokens", shards), ("tokens", shards[found:])))
+    size, seconds = sum(path.stat().st_size for path in folder.iterdir()), time.perf_counter() - start
+    print(f"{folder}/: {documents:,} documents, {tokens:,} tokens in {len(shards)} shards, {size / 1e9:.3f} GB; "
+          f"{shards[-1]['left_out']:,} documents without text were left out.\n"
+          f"This run: {made:,} tokens in {seconds:.1f} s, {made / seconds / 1e6:.2f} M tokens/s.")
+
+
+# ------------------------------------------------------------------------------------------------- run
+def parse_args():
+    """Config from the constants above and the command line's flags."""
+    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+                                     allow_abbrev=False)
+    parser.error = lambda message: sys.exit(f"fineweb.py: {message} (--help lists every flag)")
+    for field in dataclasses.fields(Config):
+        parser.add_argument(f"--{field.name}", type=field.type, metavar="X", default=field.default,
+                            choices=("gpt2", "bytes") if field.name == "encoding" else None,
+                            help=f"{comments[field.name]} [%(default)s]")
+    cfg = Config(**vars(parser.parse_args()))
+    for name, least in {"shard_size": MIN_SHARD_SIZE, "max_shards": 0, "nprocs": 0}.items():
+        if getattr(cfg, name) < least:
+            parser.error(f"{name}={getattr(cfg, name)} is too small: take {least} or more")
+    if os.path.isdir(cfg.source):  # the same folder, from wherever the command is given
+        cfg.source = os.path.abspath(cfg.source)
+    return cfg
+
+
+def main():
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # what clusters send gets the same answer as Ctrl-C
+    cfg = parse_args()
+    folder = Path(cfg.local_dir)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with filelock.FileLock(folder / ".lock", timeout=0):
+            make_shards(cfg, folder)
+    except filelock.Timeout:
+        sys.exit(f"fineweb.py: Another fineweb.py is at work in {folder}/: wait, or take another --local_dir.")
+    except OSError as e:
+        sys.exit(f"fineweb.py: local_dir={folder} can't be written ({e}): make room there, and the same command goes "
+                 f"on after the last finished shard, or take another --local_dir.")
+    except (UserError, MemoryError) as e:
+        sys.exit(f"fineweb.py: {e}")
+    except KeyboardInterrupt:
+        print("\nStopped. The finished shards stand, the same command goes on after them.", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+if __name__ == "__main__":
+    main()
