@@ -246,7 +246,11 @@ def load_shards(folder, settings):
     """The manifest's entries of the finished shards. Raises UserError for a folder made with other settings."""
     manifest = {"settings": {} if any(folder.glob("*.npy")) else settings, "shards": []}
     if (folder / "manifest.json").exists():
-        manifest = json.loads((folder / "manifest.json").read_bytes())
+        try:
+            manifest = json.loads((folder / "manifest.json").read_bytes())
+        except ValueError:
+            raise UserError(f"{folder}/manifest.json is damaged, so nobody knows how the shards were made: empty the "
+                            f"folder, or take another local_dir.") from None
     made = manifest["settings"]
     if differing := [f"{name} {made.get(name, 'unknown')}, not {settings.get(name)}" for name in {**settings, **made}
                      if made.get(name) != settings.get(name)]:

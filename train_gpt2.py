@@ -67,6 +67,7 @@ class Config:
     # the optimizer: ... for which GPT-3 used max_lr 6e-4, 3e-4, 2.5e-4, 2e-4 (min_lr is a tenth of it)
     optimizer: str = "adamw"         # "adamw", or "muon": Muon for the blocks' matrices, AdamW for the rest
     max_lr: float = 6e-4             # learning rate after warmup
+    muon_lr_ratio: float = 1.0       # Muon's learning rate over AdamW's, throughout
     min_lr: float = 6e-5             # learning rate at max_steps, reached along a cosine
     warmup_steps: int = 715          # steps of linear warmup; 375 M tokens as in GPT-3
     max_steps: int = 19073           # optimizer steps; 10 B tokens / 524,288 = one epoch of sample-10BT
@@ -1131,7 +1132,7 @@ def train_step(run, signals=()):
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
         for group in optimizer.param_groups:
-            group["lr"] = get_lr(state.step, cfg)
+            group["lr"] = get_lr(state.step, cfg) * (cfg.muon_lr_ratio if isinstance(optimizer, torch.optim.Muon) else 1)
     norm = nn.utils.clip_grad_norm_(state.model.parameters(), cfg.grad_clip or math.inf)
     for optimizer in state.optimizers:
         state.scaler.step(optimizer)

@@ -1,7 +1,7 @@
 """Benchmarks: both sides in one run, medians, a ratio. Nothing here asserts a time.
 
     python tests/bench.py ladder | step | memory | loader | wire | tokenize | hellaswag | save | all
-    python tests/bench.py optimizers        # half an hour on two cores, so not in all
+    python tests/bench.py optimizers        # a quarter of an hour on two cores, so not in all
 """
 import argparse
 import contextlib
@@ -277,25 +277,22 @@ def naive_ending_losses(model, tokens, mask):
 
 
 def bench_hellaswag():
-    """examples/s of hellaswag.evaluate against one question at a time, GPT-2 (124M) with random weights. Both sides are
-    tokenized beforehand; each round takes other questions from all over the file. The plain loop enters autocast for
-    each question, as such loops do (it casts the weights anew); "warm" is that loop within a single autocast."""
+    """examples/s of hellaswag.evaluate against one question at a time, GPT-2 (124M) with random weights. Each round takes
+    other batches of the whole set's, and both sides score the questions in them, tokenized beforehand. The plain loop
+    enters autocast for each question, as such loops do (it casts the weights anew); "warm" is it within one autocast."""
     import contextlib
     from functools import partial
     import torch
     import hellaswag
     import train_gpt2
-    rounds = 5
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    n_naive, n_fast = (300, 2000) if device.type == "cuda" else (12, 12)
+    rounds, n = 5, 6 if device.type == "cuda" else 3  # n batches a round
     local = SHARED / "hellaswag" / "hellaswag_val.jsonl"
     hellaswag.DATA = local if local.exists() else hellaswag.DATA
     examples = list(hellaswag.iterate_examples("val"))
     torch.manual_seed(0)
     model = train_gpt2.GPT(train_gpt2.GPTConfig(n_vocab=50257)).to(device)
-
-    def pick(r, n):
-        return examples[r::len(examples) // n][:n]
+    questions = hellaswag.prepare([e | {"label": i} for i, e in enumerate(examples)], model)  # label = which question
 
     @torch.no_grad()
     def naive(rendered, autocast):
@@ -304,25 +301,22 @@ def bench_hellaswag():
                 losses = naive_ending_losses(model, tokens.to(device), mask.to(device))
             int((losses / mask.sum(1).to(device)).argmin() == label)
 
-    def seconds(fn, n):
+    def seconds(fn):
         start = time.perf_counter()
         fn()
-        return (time.perf_counter() - start) / n
+        return time.perf_counter() - start
 
     for dtype in (torch.float32, torch.bfloat16):
         autocast, times = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32), []
-        for r in range(-1, rounds):  # round -1 warms up
-            rendered = [hellaswag.render_example(e)[1:] for e in pick(max(r, 0), n_naive if r >= 0 else 4)]
-            some = pick(max(r, 0), n_fast if r >= 0 else 4)
-            questions = hellaswag.prepare(some, model)
-            slow = seconds(partial(naive, rendered, autocast), len(rendered))
-            warm = slow
-            if dtype != torch.float32:
-                with autocast():
-                    warm = seconds(partial(naive, rendered, contextlib.nullcontext), len(rendered))
+        for r in range(rounds + 1):  # the first warms up
+            some = questions._replace(batches=questions.batches[r * n:(r + 1) * n])
+            rendered = [hellaswag.render_example(examples[i])[1:] for labels, *_ in some.batches for i in labels]
+            slow = warm = seconds(partial(naive, rendered, autocast))
             with autocast():
-                fast = seconds(partial(hellaswag.evaluate, model, questions), len(some))
-            times.append((slow, warm, fast))
+                if dtype != torch.float32:
+                    warm = seconds(partial(naive, rendered, contextlib.nullcontext))
+                fast = seconds(partial(hellaswag.evaluate, model, some))
+            times.append([t / len(rendered) for t in (slow, warm, fast)])
         slow, warm, fast = (statistics.median(t) for t in zip(*times[1:]))
         ratios = [statistics.median(t[i] / t[2] for t in times[1:]) for i in range(2)]
         print(f"{str(dtype)[6:]:<9} one at a time {1 / slow:7.2f} examples/s (warm {1 / warm:7.2f}), evaluate "
@@ -506,13 +500,13 @@ def train_quietly(data, **constants):
 
 def bench_optimizers():
     """AdamW against Muon on English prose (the FineWeb stand-in's bytes): three learning rates each, then three seeds
-    at the better one; and once with a batch so small that Muon's own work shows. Takes half an hour on 2 cores."""
+    at the better one; and once with a batch so small that Muon's own work shows. Takes a quarter of an hour on 2 cores."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, str(ROOT / "fineweb.py"), f"--source={SHARED / 'fineweb_standin'}",
                         "--encoding=bytes", "--shard_size=4000000", "--max_shards=4", f"--local_dir={folder}/shards"],
                        check=True, capture_output=True)
-        size = dict(n_layer=4, n_head=4, n_embd=256, T=128, val_tokens=131072, warmup_steps=20, min_lr=0.0)
-        for case, batch, steps, seeds in (("16 rows a step", 16, 400, (2, 3)), ("2 rows a step", 2, 800, ())):
+        size = dict(n_layer=4, n_head=4, n_embd=192, T=128, val_tokens=131072, warmup_steps=20, min_lr=0.0)
+        for case, batch, steps, seeds in (("16 rows a step", 16, 300, (2, 3)), ("2 rows a step", 2, 600, ())):
             rows, best = [], {}
             for optimizer, rates in (("adamw", (1.5e-3, 3e-3, 6e-3)), ("muon", (5e-3, 1e-2, 2e-2))):
                 runs = {(rate, 1): None for rate in rates}

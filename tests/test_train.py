@@ -93,12 +93,15 @@ def test_half_the_batch_is_the_same_training(alone, corpus, tmp_path):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_processes_are_the_same_training(alone, corpus, tmp_path, optimizer):
-    one = alone[0] if optimizer == "adamw" else train(tmp_path / "one", data=corpus, optimizer=optimizer)[0]
-    two, stdout = train(tmp_path / "two", processes=2, data=corpus, optimizer=optimizer, B=4, sample_every=8,
-                        sample_tokens=10)
+    muon = dict(optimizer="muon", muon_lr_ratio=2.5) if optimizer == "muon" else {}
+    one = train(tmp_path / "one", data=corpus, **muon)[0] if muon else alone[0]
+    two, stdout = train(tmp_path / "two", processes=2, data=corpus, B=4, sample_every=8, sample_tokens=10, **muon)
     assert_same_losses(one, two)
     first, second = (stdout.index(f"--- sample of rank {r} at step 8") for r in (0, 1))
     assert first < second
+    saved = torch.load(tmp_path / "two" / "checkpoint_00008.pt", weights_only=True)
+    rates = [group["lr"] for o in saved["optimizers"] for group in o["param_groups"]]
+    assert rates == [t.get_lr(7, t.Config(**TINY))] * 2 + [2.5 * t.get_lr(7, t.Config(**TINY))] * bool(muon)
 
 
 def test_two_nodes_meet_on_loopback(alone, corpus, tmp_path):
