@@ -4,6 +4,8 @@
     python hellaswag.py -m gpt2-xl -d cuda        # any causal LM of the hub
     python hellaswag.py -m log/hf --limit 1000    # what training exported
 
+In training: score = evaluate(model, prepare(iterate_examples("val"), model))
+
 A question is one packed row: the context, then its four endings, each at the
 positions that follow the context and behind a mask through which it sees the
 context and itself. So the context is computed once, and the head, a third of
@@ -31,7 +33,7 @@ TOTAL = 10_042  # questions in the validation split
 PACKABLE = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "LlamaForCausalLM")  # tested to heed positions and 4-D masks
 LONGEST = 1024  # tokens of context and ending, also for models that could read more: memory stays bounded
 # Tokens of a forward pass; a third have logits at once, on a CPU below the 32 MiB from which on glibc maps memory anew.
-CPU_BATCH, GPU_BATCH = 490, 16384
+CPU_BATCH, GPU_BATCH = 496, 16384
 Prepared = namedtuple("Prepared", "batches cut")       # [(labels (Q,), *collate()), ...], how many questions were cut
 Score = namedtuple("Score", "acc acc_norm total cut")  # by summed loss, by mean loss, of how many questions
 

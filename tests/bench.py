@@ -277,16 +277,16 @@ def naive_ending_losses(model, tokens, mask):
 
 
 def bench_hellaswag():
-    """examples/s of hellaswag.evaluate against one question at a time, GPT-2 (124M) with random weights. Each round takes
-    other batches of the whole set's, and both sides score the questions in them, tokenized beforehand. The plain loop
-    enters autocast for each question, as such loops do (it casts the weights anew); "warm" is it within one autocast."""
+    """examples/s of hellaswag.evaluate against one question at a time, random GPT-2 (124M). Each round takes
+    other batches of the whole set; both sides score the questions in them, tokenized beforehand. The plain loop
+    enters autocast for each question, as such loops do (casting the weights anew); "warm" is it in one autocast."""
     import contextlib
     from functools import partial
     import torch
     import hellaswag
     import train_gpt2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rounds, n = 5, 6 if device.type == "cuda" else 3  # n batches a round
+    rounds, n = 4, 6 if device.type == "cuda" else 2  # n batches a round
     local = SHARED / "hellaswag" / "hellaswag_val.jsonl"
     hellaswag.DATA = local if local.exists() else hellaswag.DATA
     examples = list(hellaswag.iterate_examples("val"))

@@ -164,7 +164,8 @@ def test_compiled_models_score_the_same():
     compiled = torch.compile(model, backend="eager")  # what follows the graphs' capture, a C++ compiler, adds nothing
     compiled(torch.zeros(1, 8, dtype=torch.int64))  # really compiled, for the shape that training has
     torch._dynamo.utils.counters.clear()
-    assert hellaswag.evaluate(compiled, prepare(questions, compiled)) == hellaswag.evaluate(model, prepare(questions, model))
+    scores = [hellaswag.evaluate(m, prepare(questions, m)) for m in (compiled, model)]
+    assert scores[0] == scores[1]
     assert torch.equal(ending_losses(compiled, questions)[0], ending_losses(model, questions)[0])
     assert not torch._dynamo.utils.counters["frames"]  # nothing is compiled anew for ragged batches
 
@@ -208,7 +209,8 @@ def test_another_vocabulary_comes_with_its_tokenizer(tmp_path):
     question = {"ctx": "ab", "endings": ["c", "d", "e", "f g"], "label": 0}
     assert hellaswag.tokenize(question, text_to_ids) == ([97, 98], [[32, 99], [32, 100], [32, 101], [32, 102, 32, 103]])
     with_start = lambda text: [1, *text.encode()]
-    assert hellaswag.tokenize(question, with_start) == ([1, 97, 98], [[32, 99], [32, 100], [32, 101], [32, 102, 32, 103]])
+    assert hellaswag.tokenize(question, with_start)[0] == [1, 97, 98]
+    assert hellaswag.tokenize(question, with_start)[1] == hellaswag.tokenize(question, text_to_ids)[1]
 
 
 # ------------------------------------------------------------------------------------------------------- processes
