@@ -12,6 +12,7 @@ optimizer, evaluation, checkpoints, log, training, command line.
 """
 import argparse
 import contextlib
+import copy
 import dataclasses
 import inspect
 import io
@@ -26,6 +27,7 @@ import subprocess
 import sys
 import time
 import timeit
+import warnings
 import zipfile
 import zlib
 from collections import namedtuple
@@ -104,13 +106,15 @@ ADAM_BETAS, ADAM_EPS = (0.9, 0.95), 1e-8  # GPT-3, appendix B
 VOCAB_MULTIPLE = 128                      # the vocabulary is padded to a multiple: even tiles for the matmul units
 VAL_FRACTION = 0.1                        # of a text file, from its end
 TOP_K = 50                                # samples are drawn from the 50 likeliest tokens
+RESULTS = ("log.txt", "run.json", "curves.png", "hf", "checkpoint_*.pt", "model_*.pt")  # what a run leaves in log_dir
 CHECKPOINTS_KEPT = 2                      # should the newest turn out damaged, the one before it is there
 IDS_CHECKED = 200_000_000                 # token ids looked at before training, spread over the shards
+IDS_IN_FINGERPRINT = 4096                 # of each shard: enough to notice that data is another
 FREE_TO_CHANGE = {"B", "eval_every", "val_tokens", "hellaswag_every", "sample_every", "sample_prompt", "sample_tokens",
                   "log_dir", "save_every", "milestone_every", "resume", "device", "dtype", "compile", "grad_comm"}
 GPT2_124M = {"val": 3.2924, "hella": 0.2945}  # OpenAI's weights on FineWeb-Edu's validation shard and HellaSwag
 GPT3_124M_HELLA = 0.337                       # Brown et al. 2020, table H.1
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "A10G": 70, "L40S": 362,
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A10G": 70, "L40S": 362,
                "L4": 121, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}  # dense 16-bit
 
 
@@ -222,11 +226,11 @@ class GPT(nn.Module):
         (B, 1, T, T), True where a token may look, by default causal. cache: one list per layer, filled with the
         keys and values of all tokens so far.
         """
-        if idx.size(1) > self.config.block_size and positions is None:
-            raise ValueError(f"{idx.size(1)} tokens are more than the context, block_size={self.config.block_size}")
         if positions is None:
             past = cache[0][0].size(2) if cache and cache[0] else 0
-            positions = torch.arange(past, past + idx.size(1), device=idx.device)
+            if (end := past + idx.size(1)) > self.config.block_size:
+                raise ValueError(f"{end} tokens are more than the context, block_size={self.config.block_size}")
+            positions = torch.arange(past, end, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         for i, block in enumerate(self.transformer.h):
             x = block(x, mask, cache[i] if cache else None)
@@ -310,7 +314,7 @@ class GPT(nn.Module):
             if encoding:
                 hugging_face_tokenizer(encoding, c.block_size).save_pretrained(part)
         except Exception as e:  # safetensors and tokenizers have errors of their own for a full disk
-            raise OSError(str(e)) from None
+            raise (OSError(str(e)) if "os error" in str(e).lower() else e) from None
         folder.mkdir(parents=True, exist_ok=True)
         for file in part.iterdir():
             os.replace(file, folder / file.name)
@@ -407,6 +411,8 @@ def load_text(path, encoding):
     """Token ids (N,) uint16 of a UTF-8 text file."""
     try:
         text = path.read_bytes().decode("utf-8")
+    except OSError as e:
+        raise UserError(f"{path} can't be read ({e.strerror}): point --data elsewhere.") from None
     except UnicodeDecodeError as e:
         raise UserError(f"{path} is not UTF-8 text (byte {e.start}): convert it, or point --data elsewhere.") from None
     return np.array(encoding.encode_ordinary(text), dtype=np.uint16)
@@ -416,9 +422,8 @@ def open_shard(path):
     """A shard memory-mapped, (N,) uint16. Raises UserError for a file that is none."""
     try:
         shard = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError, EOFError) as e:
-        reason = str(e).splitlines()[0] if str(e) else type(e).__name__
-        raise UserError(f"{path} is not a whole .npy file ({reason}): delete it and run fineweb.py again.") from None
+    except Exception as e:  # a damaged header may set off anything in NumPy's parser
+        raise UserError(f"{path} is not a whole .npy file ({type(e).__name__} {' '.join(str(e).split())[:100]}): delete it and run fineweb.py again.") from None
     if getattr(shard, "ndim", 0) != 1 or shard.dtype != np.uint16:
         raise UserError(f"{path} holds {getattr(shard, 'dtype', 'several')} {getattr(shard, 'shape', 'arrays')}, "
                         f"not one 1-D uint16 array: delete it and run fineweb.py again.")
@@ -449,7 +454,7 @@ class DataLoaderLite:
         self.rows_per_epoch = int(self.rows.sum())
         for i, array in enumerate(arrays):
             check_ids(array[:IDS_CHECKED // len(shards)], n_vocab, self.names[i])
-        crc = zlib.crc32(repr([(n, len(a), zlib.crc32(a[:T])) for n, a in zip(self.names, arrays)]).encode())
+        crc = zlib.crc32(repr([(n, len(a), zlib.crc32(a[:IDS_IN_FINGERPRINT])) for n, a in zip(self.names, arrays)]).encode())
         self.fingerprint = f"{self.tokens:,} tokens in {len(shards)} file(s) #{crc:08x}"  # is it the same data?
         self._order = lru_cache(4)(self._permutation)  # of the epochs and the shards being read, no more:
         self._shard = lru_cache(2)(self._array)        # mappings and orders of all would add up
@@ -533,7 +538,8 @@ def say(place, *words):
 def pick_device(name, local_rank):
     """torch.device for the constant `device`; "auto" takes this process's GPU, else MPS, else the CPU."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+        mps = torch.backends.mps.is_available() and "RANK" not in os.environ  # gloo can't add up MPS tensors
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     try:
         device = torch.device(name)
         if device.type == "cuda" and device.index is None:
@@ -598,13 +604,15 @@ def pick_dtype(cfg, gpt_config, device, saved):
     """(dtype of the matmuls, the reason in words) for the constant `dtype`."""
     if cfg.dtype != "auto":
         return getattr(torch, cfg.dtype), "as asked"
-    if saved and saved["device"] == device.type:  # a measurement made anew might decide otherwise
+    if saved and saved["device"] == device.type == "cpu":  # a measurement made anew might decide otherwise
         return getattr(torch, saved["dtype"]), "as this run began"
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
         # is_bf16_supported() says yes to emulation too; the hardware has it from Ampere, 8.0, on
         if major >= 8:
             return torch.bfloat16, f"compute capability {major}.{minor} has it in hardware"
+        if cfg.optimizer == "muon":
+            return torch.float32, f"compute capability {major}.{minor} has no bfloat16, and Muon no loss scaling"
         return torch.float16, f"with loss scaling; compute capability {major}.{minor} has no bfloat16"
     if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
         with torch.random.fork_rng(devices=[]):
@@ -613,7 +621,7 @@ def pick_dtype(cfg, gpt_config, device, saved):
         if fast < 0.8 * slow:  # well beyond noise, so that the next start decides the same
             return torch.bfloat16, f"measured {slow / fast:.1f}x as fast as float32 on this CPU"
         return torch.float32, f"bfloat16 measured only {slow / fast:.1f}x as fast on this CPU"
-    return torch.float32, f"bfloat16 is not in this {device.type.upper()}'s hardware or not trusted there"
+    return torch.float32, "no bfloat16 in this CPU's hardware" if device.type == "cpu" else "the only one tried there"
 
 
 def pick_compile(choice, device):
@@ -664,7 +672,7 @@ def configure_optimizers(model, cfg, device):
     groups = [dict(params=decayed, weight_decay=cfg.weight_decay), dict(params=plain, weight_decay=0.0)]
     optimizers = [torch.optim.AdamW(groups, lr=cfg.max_lr, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)]
     if matrices:
-        if device.type == "cpu":  # by its name within torch, the only way to it
+        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 8:  # see above; there's no other way in
             torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32
         optimizers.append(torch.optim.Muon(matrices, lr=cfg.max_lr, weight_decay=cfg.weight_decay,
                                            adjust_lr_fn="match_rms_adamw"))
@@ -674,7 +682,8 @@ def configure_optimizers(model, cfg, device):
 # ------------------------------------------------------------------------------------------------ evaluation
 def total_over_ranks(place, *values):
     """Sums of numbers (or 0-d tensors) over all processes, as Python floats; one device synchronisation."""
-    totals = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=place.device) for v in values])
+    totals = torch.stack([v.float() if torch.is_tensor(v) else torch.full((), float(v), device=place.device)
+                          for v in values])  # full() fills on the device; a copy from the host would wait for it
     if place.world > 1:
         dist.all_reduce(totals)  # SUM: gloo has no AVG
     return totals.tolist()
@@ -828,7 +837,7 @@ def load_checkpoint(path, cfg, fingerprint):
 
 def set_aside(log_dir):
     """Move an earlier run's results into log_dir/before_<n>/: nothing is ever overwritten."""
-    results = [p for p in log_dir.iterdir() if not p.name.startswith((".", "before_"))]
+    results = [p for pattern in RESULTS for p in log_dir.glob(pattern)]
     if results:
         aside = next(p for n in range(1, 10**9) if not (p := log_dir / f"before_{n}").exists())
         aside.mkdir()
@@ -863,15 +872,15 @@ def prepare_log_dir(place, cfg):
         for part in log_dir.glob("*.pt.part"):  # of saves that a kill cut short
             part.unlink()
         path = newest_checkpoint(log_dir) if resume else None
-        if path is None and (not resume or list(log_dir.glob("model_*.pt"))):
-            set_aside(log_dir)
+    if path and cfg.data != QUICK_START["data"] == read_checkpoint(path)["constants"]["data"]:
+        path = None  # the quick start is over: open_log sets it aside for the real thing
     return lock, path
 
 
 def restore(state, saved):
     """Load a checkpoint's content into the optimizers and counters; the model was built from it."""
     for optimizer, content in zip(state.optimizers, saved["optimizers"]):
-        optimizer.load_state_dict(content)
+        optimizer.load_state_dict(copy.deepcopy(content))  # else it would live in the checkpoint's mapping
     if saved["scaler"] and state.scaler.is_enabled():
         state.scaler.load_state_dict(saved["scaler"])
     state.step, state.best_val, state.last_val = saved["step"], saved["best_val"], saved["last_val"]
@@ -926,19 +935,19 @@ class Log:
         lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
         kept = [line for line in lines if re.fullmatch(rb"\d+ \w+ \S+\n", line) and int(line.split()[0]) < step]
         write_whole(path, lambda f: f.writelines(kept))
-        self.file = os.open(path, os.O_WRONLY | os.O_APPEND)
+        self.file = open(path, "ab", buffering=0)
         self.pending = b""
 
     def write(self, step, stream, value):
         self.pending += f"{step} {stream} {value:.6f}\n".encode()
         with contextlib.suppress(OSError):
-            self.pending = self.pending[os.write(self.file, self.pending):]
+            self.pending = self.pending[self.file.write(self.pending):]
 
     def sync(self):
         """Have every line on the disk, or raise OSError: a checkpoint must not outlive the lines before it."""
         while self.pending:
-            self.pending = self.pending[os.write(self.file, self.pending):]
-        os.fsync(self.file)
+            self.pending = self.pending[self.file.write(self.pending):]
+        os.fsync(self.file.fileno())
 
 
 def versions():
@@ -966,16 +975,15 @@ def open_log(cfg, place, head, step):
                    "processes": place.world, "commit": git_commit(), "versions": versions(), "said": head})
     text = json.dumps({"constants": asdict(cfg), "starts": starts}, indent=2)
     with writing(cfg.log_dir):
+        if step == 0 and (not cfg.resume or list(path.parent.glob("*.pt"))):
+            set_aside(path.parent)
         write_whole(path, lambda f: f.write(text.encode()))
         return Log(Path(cfg.log_dir, "log.txt"), step)
 
 
 def draw_curves(cfg):
-    """log_dir/curves.png from log.txt: losses and HellaSwag against tokens, if matplotlib is installed."""
-    try:
-        from matplotlib.figure import Figure  # not pyplot: no display, no global state
-    except ImportError:
-        return
+    """log_dir/curves.png from log.txt: losses and HellaSwag against tokens. Needs matplotlib."""
+    from matplotlib.figure import Figure  # not pyplot: no display, no global state
     streams = {"train": [], "val": [], "hella": []}
     for step, stream, value in re.findall(r"^(\d+) (\w+) (\S+)\n", Path(cfg.log_dir, "log.txt").read_text(), re.M):
         streams[stream].append((int(step) * cfg.total_batch_size / 1e6, float(value)))
@@ -1003,17 +1011,16 @@ def draw_curves(cfg):
 # -------------------------------------------------------------------------------------------------- training
 def duration(seconds):
     """Seconds as people say them: "1d02h", "2m05s", "9s"."""
-    s = int(seconds)
-    for unit, name, below, below_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "m"), (60, "m", 1, "s")):
-        if s >= unit:
-            return f"{s // unit}{name}{s % unit // below:02d}{below_name}"
-    return f"{s}s"
+    m, s = divmod(int(seconds), 60)
+    h, m = divmod(m, 60)
+    d, h = divmod(h, 24)
+    return f"{d}d{h:02d}h" if d else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
 
 
 def peak_flops(device):
     """Dense 16-bit peak of this GPU in FLOP/s from the vendors' data sheets, or None."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if all(w in name for w in key.split())), None)
+    words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device))) if device.type == "cuda" else set()
+    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if set(key.split()) <= words), None)
 
 
 def check_constants(cfg, world):
@@ -1024,6 +1031,10 @@ def check_constants(cfg, world):
     for name in ("B", "T", "total_batch_size", "n_layer", "n_head", "n_embd", "max_steps", "val_tokens"):
         if getattr(cfg, name) < 1:
             raise UserError(f"{name}={getattr(cfg, name)} must be at least 1.")
+    if not 0 <= cfg.seed < 2**32:
+        raise UserError(f"seed={cfg.seed} must be from 0 to {2**32 - 1}.")
+    if (cfg.optimizer, cfg.dtype) == ("muon", "float16"):
+        raise UserError('optimizer="muon" has no loss scaling, which dtype="float16" needs: take another of the two.')
     per_pass = cfg.B * cfg.T * world
     if cfg.total_batch_size % per_pass:
         near, B = max(1, round(cfg.total_batch_size / per_pass)) * per_pass, smaller_B(cfg, world)
@@ -1054,13 +1065,14 @@ def set_up(cfg, place):
     path = from_rank0(place, path)
     saved = agree(place, load_checkpoint, path, cfg, train_loader.fingerprint) if path else None
     if saved and saved["step"] >= cfg.max_steps:
-        say(place, f"The run in {cfg.log_dir}/ is finished: {saved['step']} steps, val loss {saved['last_val']:.4f}. "
+        say(place, f"The run in {cfg.log_dir}/ is finished: {saved['step']} steps, last val loss {saved['last_val']:.4f}. "
                    f"For another take a new --log_dir, or set this one aside with --resume=False.")
         return None
     raw = agree(place, build_model, cfg, encoding, saved).to(place.device)
     dtype, dtype_reason = from_rank0(place, pick_dtype(cfg, raw.config, place.device, saved))
     compiled, compile_reason = agree(place, pick_compile, cfg.compile, place.device)
     if place.device.type == "cuda":
+        warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")  # inductor's is the old
         torch.set_float32_matmul_precision("high")  # TF32 for whatever stays in float32
     state = State(raw, configure_optimizers(raw, cfg, place.device),
                   torch.amp.GradScaler(place.device.type, enabled=dtype == torch.float16))
@@ -1163,12 +1175,14 @@ def look(run):
     if run.hella and due(cfg.hellaswag_every, run):
         with run.autocast():
             score = hellaswag.evaluate(state.model, run.hella)
-        report(run, "hella", score.acc_norm, f"HellaSwag {score.acc_norm:.4f} of {score.total:,} questions")
+        report(run, "hella", score.acc_norm, f"HellaSwag acc_norm {score.acc_norm:.4f}, {score.total:,} questions")
     if due(cfg.sample_every, run) and (state.step or cfg.init_from != "scratch"):  # before any training: noise
         print_samples(run)
     if run.log and (due(cfg.eval_every, run) or due(cfg.hellaswag_every, run)):
         try:
             draw_curves(cfg)
+        except ImportError:
+            pass
         except Exception as e:  # a picture, by an optional package, is never the reason a run dies
             say(run.place, f"no curves.png this time: {type(e).__name__} {e}")
 
@@ -1200,8 +1214,10 @@ def export_at_end(run):
     try:
         run.state.model.save_pretrained(folder, run.encoding)
         say(run.place, f"exported to {folder}/, for transformers' AutoModelForCausalLM.from_pretrained")
-    except ImportError:
-        say(run.place, "not exported: pip install transformers, then see export() in train_gpt2.py")
+    except OSError:  # a full disk: save() says so, and the next start does it again
+        raise
+    except Exception as e:  # an optional package is never the reason that a run can't end
+        say(run.place, f"not exported ({type(e).__name__} {e}): see export() in train_gpt2.py for later")
 
 
 def train(run):
@@ -1220,16 +1236,16 @@ def train(run):
             return
         start = time.perf_counter()
         loss, norm, stops = train_step(run, signals)
-        if not math.isfinite(loss):
-            raise UserError(f"The loss of step {state.step} is {loss}: lower --max_lr or look at the data. What was saved "
-                            f"before stands.", agreed=True)
+        if not math.isfinite(loss) or not (math.isfinite(norm) or state.scaler.is_enabled()):
+            raise UserError(f"The loss of step {state.step} is {loss} and its gradient's norm {norm}: look at the data, or "
+                            f"start anew with a lower --max_lr in another --log_dir. What was saved stands.", agreed=True)
         now = time.perf_counter()
         began = began or now  # the first step, with its compilation, says nothing about the time left
         rate = cfg.total_batch_size / (now - start)
         mfu = f" mfu {rate * flops / peak / place.world:.0%}" if peak else ""
-        left = (now - began) / max(1, state.step - first) * (cfg.max_steps - state.step - 1)
+        each = (now - began) / (state.step - first) if state.step > first else now - start
         report(run, "train", loss, f"loss {loss:.4f} lr {get_lr(state.step, cfg):.2e} norm {norm:.2f} "
-                                   f"{(now - start) * 1e3:.0f} ms {rate:,.0f} tok/s{mfu} {duration(left)} left")
+                                   f"{(now - start) * 1e3:.0f} ms {rate:,.0f} tok/s{mfu} {duration(each * (cfg.max_steps - state.step - 1))} left")
         state.step += 1
         if stops and state.step < cfg.max_steps:
             if run.log:
@@ -1239,11 +1255,6 @@ def train(run):
 
 
 # ------------------------------------------------------------------------------------------------ command line
-class Parser(argparse.ArgumentParser):
-    def error(self, message):
-        sys.exit(f"train_gpt2.py: {message} (--help lists every flag)")
-
-
 def boolean(text):
     if text not in ("True", "False"):
         raise argparse.ArgumentTypeError(f"takes True or False, not {text!r}")
@@ -1253,10 +1264,12 @@ def boolean(text):
 def parse_args():
     """(Config, whether this is the quick start) from the constants above and the command line's flags."""
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
-    parser = Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     for field in dataclasses.fields(Config):
         parser.add_argument(f"--{field.name}", type=boolean if field.type is bool else field.type, metavar="X",
                             default=argparse.SUPPRESS, help=f"{comments[field.name]} [{field.default}]".replace("%", "%%"))
+    parser.error = lambda message: sys.exit(f"train_gpt2.py: {message} (--help lists every flag)"
+                                            if os.environ.get("RANK", "0") == "0" else 1)
     flags = vars(parser.parse_args())
     quick = "data" not in flags and Config.data == FINEWEB_DIR and not Path(FINEWEB_DIR).exists()
     cfg = Config(**{**(QUICK_START if quick else {}), **flags})
@@ -1270,6 +1283,7 @@ def main():
         sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is escaped
     cfg, quick = parse_args()
     place = run = problem = None
+    alone = True  # in what goes wrong, as far as the other processes know
     try:
         place = join_processes(cfg)
         if quick:
@@ -1278,8 +1292,10 @@ def main():
                        f"again (8 GPUs: torchrun --standalone --nproc_per_node=8 train_gpt2.py).\n")
         if run := set_up(cfg, place):
             train(run)
+        alone = False
     except UserError as e:
-        problem = e.args[0] if place is None or place.rank == 0 or not e.agreed else 1
+        alone = not e.agreed
+        problem = e.args[0] if alone or place.rank == 0 else 1
     except torch.OutOfMemoryError:
         B = smaller_B(cfg, place.world)
         problem = f"The GPU is out of memory with B={cfg.B}: " + (
@@ -1288,10 +1304,13 @@ def main():
         problem = "Stopped before the first step."
     finally:
         run = None  # DDP first: as the last to hold the group, it would take it down without letting gloo's threads end
-        if dist.is_initialized():
+        if dist.is_initialized() and not (alone and place.device.type == "cuda"):
             dist.destroy_process_group()
     if problem:
-        sys.exit(problem if problem == 1 else f"train_gpt2.py: {problem}")
+        print(f"train_gpt2.py: {problem}" if problem != 1 else "", end="\n" * (problem != 1), file=sys.stderr, flush=True)
+        if alone and dist.is_initialized():  # NCCL's orderly end would wait for the others' collectives for ever
+            os._exit(1)
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Benchmarks: both sides in one run, medians, a ratio. Nothing here asserts a time.
 
     python tests/bench.py ladder | step | memory | loader | wire | tokenize | hellaswag | save | all
-    python tests/bench.py optimizers        # a quarter of an hour on two cores, so not in all
+    python tests/bench.py optimizers        # ten minutes on two cores, so not in all
 """
 import argparse
 import contextlib
@@ -500,13 +500,13 @@ def train_quietly(data, **constants):
 
 def bench_optimizers():
     """AdamW against Muon on English prose (the FineWeb stand-in's bytes): three learning rates each, then three seeds
-    at the better one; and once with a batch so small that Muon's own work shows. Takes a quarter of an hour on 2 cores."""
+    at the better one; and once with a batch so small that Muon's own work shows. Takes ten minutes on 2 cores."""
     with tempfile.TemporaryDirectory() as folder:
         subprocess.run([sys.executable, str(ROOT / "fineweb.py"), f"--source={SHARED / 'fineweb_standin'}",
                         "--encoding=bytes", "--shard_size=4000000", "--max_shards=4", f"--local_dir={folder}/shards"],
                        check=True, capture_output=True)
         size = dict(n_layer=4, n_head=4, n_embd=192, T=128, val_tokens=131072, warmup_steps=20, min_lr=0.0)
-        for case, batch, steps, seeds in (("16 rows a step", 16, 300, (2, 3)), ("2 rows a step", 2, 600, ())):
+        for case, batch, steps, seeds in (("16 rows a step", 16, 200, (2, 3)), ("2 rows a step", 2, 400, ())):
             rows, best = [], {}
             for optimizer, rates in (("adamw", (1.5e-3, 3e-3, 6e-3)), ("muon", (5e-3, 1e-2, 2e-2))):
                 runs = {(rate, 1): None for rate in rates}

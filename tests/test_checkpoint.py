@@ -280,7 +280,7 @@ def test_killed_at_random_moments(place, reference, optimizer, seed):
     rng, folder = random.Random(seed), place / f"killed_{optimizer}_{seed}"
     whole, killed = reference(optimizer), 0
     for _ in range(4):
-        run = Forked(folder, optimizer=optimizer, arrange={"slow": 0.01})
+        run = Forked(folder, optimizer=optimizer, arrange={"slow": 0.03})
         time.sleep(rng.uniform(0.05, 0.6))
         os.kill(run.pid, signal.SIGKILL)
         killed += run.wait() == -signal.SIGKILL
@@ -740,7 +740,7 @@ def test_disk_full_at_the_start_is_one_line(halfway, reference):
 # ---------------------------------------------------------------------------------------------- constants and data
 OTHER = dict(encoding="gpt2", shuffle=False, seed=7, total_batch_size=256, T=8, n_layer=2, n_head=4, n_embd=32,
              init_from="gpt2", optimizer="muon", max_lr=0.5, min_lr=0.25, warmup_steps=6, max_steps=31, weight_decay=0.2,
-             grad_clip=2.0)
+             grad_clip=2.0, muon_lr_ratio=3.0)
 
 
 def test_every_other_constant_is_refused_with_both_values(reference):

@@ -38,7 +38,12 @@ def test_curves_tell_what_to_beat(tmp_path, monkeypatch):
 
 def test_no_picture_is_no_reason_to_die(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as where it is not installed
-    assert not draw(tmp_path, LOG).exists()
+    with pytest.raises(ImportError):
+        draw(tmp_path, LOG)
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(data=ROOT / "input.txt", log_dir=tmp_path / "log", max_steps=1)])
+    monkeypatch.setattr(t.signal, "signal", lambda *_: None)
+    t.main()
+    assert (tmp_path / "log" / "log.txt").exists() and not (tmp_path / "log" / "curves.png").exists()
 
 
 def test_a_broken_picture_is_no_reason_to_die(tmp_path):

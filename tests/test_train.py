@@ -2,6 +2,7 @@
 import dataclasses
 import os
 import re
+import socket
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,12 @@ def flags(**changes):
 def torchrun(*words, n=2, env=None):
     command = [sys.executable, "-m", "torch.distributed.run", *words, str(ROOT / "train_gpt2.py")]
     return [*command], {**os.environ, **ONE_THREAD, **(env or {})}
+
+
+def free_port():
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
 
 
 def train(folder, processes=1, **changes):
@@ -107,7 +114,7 @@ def test_two_processes_are_the_same_training(alone, corpus, tmp_path, optimizer)
 def test_two_nodes_meet_on_loopback(alone, corpus, tmp_path):
     """Two torchruns of one process each, as on two machines, through torchrun's own rendezvous."""
     command, env = torchrun("--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=test",
-                            "--rdzv_endpoint=127.0.0.1:29517")
+                            f"--rdzv_endpoint=127.0.0.1:{free_port()}")
     nodes = [subprocess.Popen([*command, *flags(data=corpus, log_dir=tmp_path)], env=env, stdout=subprocess.PIPE,
                               stderr=subprocess.PIPE, text=True) for _ in range(2)]
     outputs = [node.communicate(timeout=120) for node in nodes]
@@ -147,7 +154,7 @@ import sys; sys.path.insert(0, {str(ROOT)!r})
 import torch, train_gpt2 as t
 from torch._dynamo.backends.debugging import aot_eager  # what torch.compile does, less the C++ compiler
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:29531", rank=0, world_size=1)
+torch.distributed.init_process_group("gloo", init_method="tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
 raw, order = t.GPT(t.GPTConfig(16, 384, 4, 4, 384, 257)), []
 raw.compile(backend=aot_eager)
 model = t.wrap_ddp(raw, t.Config(), t.Place(0, 0, 2, torch.device("cpu")))
@@ -231,7 +238,9 @@ def mistakes(corpus, tmp_path_factory):
         "no such device": (dict(device="cuda:99"), {}, ["device", "cuda:99", "cpu"]),
         "no vocabulary": (dict(encoding="gpt2"), {"TIKTOKEN_CACHE_DIR": str(d), "HTTPS_PROXY": "http://127.0.0.1:9"},
                           ["TIKTOKEN_CACHE_DIR", "--encoding=bytes"]),
-        "loss not finite": (dict(max_lr=1e30, warmup_steps=0, grad_clip=0.0), {}, ["loss", "--max_lr"]),
+        "loss not finite": (dict(max_lr=1e30, warmup_steps=0, grad_clip=0.0), {}, ["loss", "--max_lr", "--log_dir"]),
+        "seed out of range": (dict(seed=-1), {}, ["seed=-1"]),
+        "Muon in float16": (dict(optimizer="muon", dtype="float16"), {}, ["muon", "float16"]),
     }
     small = t.GPT(t.GPTConfig(16, 384, 1, 1, 8, 257))
     torch.save({"model": small.state_dict(), "gpt_config": dataclasses.asdict(small.config), "encoding": "bytes"},
@@ -248,7 +257,37 @@ def mistakes(corpus, tmp_path_factory):
 MISTAKES = ["missing data", "empty folder", "no validation shard", "wrong dtype", "two dimensions",
             "ids beyond the vocabulary", "truncated shard", "pickled shard", "short text", "not UTF-8",
             "batch does not divide", "T above the context", "heads do not divide", "unknown flag", "ill-typed flag",
-            "ill-typed switch", "unknown choice", "no such device", "no vocabulary", "loss not finite"]
+            "ill-typed switch", "unknown choice", "no such device", "no vocabulary", "loss not finite",
+            "seed out of range", "Muon in float16"]
+
+
+def test_the_real_thing_sets_a_quick_start_aside(tmp_path):
+    """What the quick start's first line promises: the same command again, once there are shards."""
+    first = run_script("train_gpt2.py", "--max_steps=2", "--val_tokens=1024", "--sample_every=0", cwd=tmp_path)
+    assert first.returncode == 0, first.stderr
+    rng = np.random.default_rng(0)
+    shard_folder(tmp_path / "edu_fineweb10B", *(rng.integers(0, 257, n).astype(np.uint16) for n in (5000, 1000)))
+    second = run_script("train_gpt2.py", *(f for f in flags(max_steps=1, val_tokens=512)), cwd=tmp_path)
+    assert second.returncode == 0, second.stderr
+    assert "the earlier results in log/ are now in log/before_1/" in second.stdout
+    assert (tmp_path / "log" / "before_1" / "checkpoint_00002.pt").exists()
+    assert (0, "train") in read_log(tmp_path / "log") and (1, "train") not in read_log(tmp_path / "log")
+
+
+def test_a_gradient_that_is_not_finite_is_never_saved(corpus, tmp_path, monkeypatch, capsys):
+    step = t.train_step
+
+    def poisoned(run, signals=()):
+        if run.state.step == 5:
+            run.state.model.transformer.wpe.weight.register_hook(lambda grad: grad * float("nan"))
+        return step(run, signals)
+    monkeypatch.setattr(t, "train_step", poisoned)
+    monkeypatch.setattr(t.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(data=corpus, log_dir=tmp_path, save_every=2, eval_every=0)])
+    with pytest.raises(SystemExit):
+        t.main()
+    assert "norm nan" in capsys.readouterr().err
+    assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["checkpoint_00002.pt", "checkpoint_00004.pt"]
 
 
 @pytest.mark.parametrize("name", MISTAKES)
@@ -272,11 +311,13 @@ def test_a_mistake_is_told_once_under_torchrun(tmp_path):
     assert (done.stdout + done.stderr).count("There is no data at") == 1
 
 
-def test_out_of_memory_names_a_smaller_batch(corpus, tmp_path, monkeypatch, capfd):
+def test_out_of_memory_names_a_smaller_batch(corpus, tmp_path, monkeypatch, capsys):
     """No GPU here: the error that torch would raise is raised in its stead."""
     def no_room(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
     monkeypatch.setattr(t, "train_step", no_room)
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(data=corpus, log_dir=tmp_path, total_batch_size=768, B=24)])
-    with pytest.raises(SystemExit, match=r"out of memory with B=24: --B=12 trains the same model"):
+    monkeypatch.setattr(t.signal, "signal", lambda *_: None)
+    with pytest.raises(SystemExit):
         t.main()
+    assert "out of memory with B=24: --B=12 trains the same model" in capsys.readouterr().err
