@@ -180,7 +180,7 @@ def bench_step():
                 training_run(folder, B=B, T=T, dtype="bfloat16", compile=compiled) as run:
             if not fused:
                 unfused(run)
-            seconds = step_seconds(run, *((20, 5) if cuda else (5, 2)))
+            seconds = step_seconds(run, *((20, 5) if cuda else (3, 1)))
             flops = run.state.model.flops_per_token(T) * B * T / seconds
         first = first or seconds
         memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if cuda else "-"
