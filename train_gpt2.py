@@ -97,7 +97,7 @@ class Config:
 # What differs in the quick start: a small GPT on the bytes of Shakespeare, for two plain CPU cores
 QUICK_START = dict(data=str(HERE / "input.txt"), encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3,
                    n_head=4, n_embd=128, optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, warmup_steps=50,
-                   max_steps=1100, eval_every=250, val_tokens=65536, hellaswag_every=0, sample_every=550,
+                   max_steps=1000, eval_every=250, val_tokens=65536, hellaswag_every=0, sample_every=500,
                    sample_prompt="\n\n", sample_tokens=300, dtype="float32")
 
 CHOICES = {"encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"), "compile": ("auto", "True", "False"),
