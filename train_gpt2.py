@@ -1306,11 +1306,11 @@ def main():
         run = None  # DDP first: as the last to hold the group, it would take it down without letting gloo's threads end
         if dist.is_initialized() and not (alone and place.device.type == "cuda"):
             dist.destroy_process_group()
+    if problem and dist.is_initialized():  # alone under NCCL: its orderly end would wait for the others for ever
+        print(f"train_gpt2.py: {problem}", file=sys.stderr, flush=True)
+        os._exit(1)
     if problem:
-        print(f"train_gpt2.py: {problem}" if problem != 1 else "", end="\n" * (problem != 1), file=sys.stderr, flush=True)
-        if alone and dist.is_initialized():  # NCCL's orderly end would wait for the others' collectives for ever
-            os._exit(1)
-        sys.exit(1)
+        sys.exit(problem if problem == 1 else f"train_gpt2.py: {problem}")
 
 
 if __name__ == "__main__":

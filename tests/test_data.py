@@ -58,7 +58,6 @@ def test_the_order_never_changes_between_versions(tmp_path):
     assert loader.read(0, 70)[:, 0].tolist()[:6] == ORDER[:6] and loader.read(60, 6)[:, 0].tolist() == ORDER[6:]
 
 
-
 @pytest.mark.parametrize("B", [1, 5, 56, 130])
 def test_any_batch_size_and_starting_point_reads_the_same_rows(tmp_path, B):
     loader = t.DataLoaderLite(shards(tmp_path), T, seed=5, shuffle=True)

@@ -274,7 +274,7 @@ def test_the_real_thing_sets_a_quick_start_aside(tmp_path):
     assert (0, "train") in read_log(tmp_path / "log") and (1, "train") not in read_log(tmp_path / "log")
 
 
-def test_a_gradient_that_is_not_finite_is_never_saved(corpus, tmp_path, monkeypatch, capsys):
+def test_a_gradient_that_is_not_finite_is_never_saved(corpus, tmp_path, monkeypatch):
     step = t.train_step
 
     def poisoned(run, signals=()):
@@ -284,9 +284,8 @@ def test_a_gradient_that_is_not_finite_is_never_saved(corpus, tmp_path, monkeypa
     monkeypatch.setattr(t, "train_step", poisoned)
     monkeypatch.setattr(t.signal, "signal", lambda *_: None)
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(data=corpus, log_dir=tmp_path, save_every=2, eval_every=0)])
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="norm nan"):
         t.main()
-    assert "norm nan" in capsys.readouterr().err
     assert sorted(p.name for p in tmp_path.glob("*.pt")) == ["checkpoint_00002.pt", "checkpoint_00004.pt"]
 
 
@@ -311,13 +310,32 @@ def test_a_mistake_is_told_once_under_torchrun(tmp_path):
     assert (done.stdout + done.stderr).count("There is no data at") == 1
 
 
-def test_out_of_memory_names_a_smaller_batch(corpus, tmp_path, monkeypatch, capsys):
+def test_out_of_memory_names_a_smaller_batch(corpus, tmp_path, monkeypatch):
     """No GPU here: the error that torch would raise is raised in its stead."""
     def no_room(*_, **__):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB")
     monkeypatch.setattr(t, "train_step", no_room)
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(data=corpus, log_dir=tmp_path, total_batch_size=768, B=24)])
     monkeypatch.setattr(t.signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match="out of memory with B=24: --B=12 trains the same model"):
         t.main()
-    assert "out of memory with B=24: --B=12 trains the same model" in capsys.readouterr().err
+
+
+def test_hellaswag_is_scored_while_training(corpus, tmp_path, monkeypatch, capsys, gpt2_encoding):
+    examples = [dict(ctx=f"Number {i} is", endings=["one", "a long way off", "two or three", "nothing"], label=i % 4)
+                for i in range(8)]
+    monkeypatch.setattr(t.hellaswag, "iterate_examples", lambda split: iter(examples))
+    monkeypatch.setattr(t.signal, "signal", lambda *_: None)
+    words = dict(data=corpus, encoding="gpt2", n_embd=16, max_steps=2, total_batch_size=256, hellaswag_every=1, eval_every=0)
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(log_dir=tmp_path / "on", **words)])
+    t.main()
+    scores = {k: v for k, v in read_log(tmp_path / "on").items() if k[1] == "hella"}
+    assert set(scores) == {(0, "hella"), (1, "hella"), (2, "hella")} and all(v * 8 % 1 == 0 for v in scores.values())
+
+    def unreachable(split):
+        raise t.hellaswag.HellaSwagError("no network today")
+    monkeypatch.setattr(t.hellaswag, "iterate_examples", unreachable)
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(log_dir=tmp_path / "off", **words)])
+    t.main()
+    assert "HellaSwag  off: no network today" in capsys.readouterr().out
+    assert {k[1] for k in read_log(tmp_path / "off")} == {"train"}
