@@ -104,12 +104,14 @@ CHOICES = {"encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"), "compi
            "dtype": ("auto", "bfloat16", "float16", "float32"), "grad_comm": ("float32", "bfloat16")}
 ADAM_BETAS, ADAM_EPS = (0.9, 0.95), 1e-8  # GPT-3, appendix B
 VOCAB_MULTIPLE = 128                      # the vocabulary is padded to a multiple: even tiles for the matmul units
+CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps these as (in, out), we as (out, in)
 VAL_FRACTION = 0.1                        # of a text file, from its end
 TOP_K = 50                                # samples are drawn from the 50 likeliest tokens
 RESULTS = ("log.txt", "run.json", "curves.png", "hf", "checkpoint_*.pt", "model_*.pt")  # what a run leaves in log_dir
 CHECKPOINTS_KEPT = 2                      # should the newest turn out damaged, the one before it is there
 IDS_CHECKED = 200_000_000                 # token ids looked at before training, spread over the shards
 IDS_IN_FINGERPRINT = 4096                 # of each shard: enough to notice that data is another
+# a run may go on with other values of these: they change speed, place, rounding or what is watched
 FREE_TO_CHANGE = {"B", "eval_every", "val_tokens", "hellaswag_every", "sample_every", "sample_prompt", "sample_tokens",
                   "log_dir", "save_every", "milestone_every", "resume", "device", "dtype", "compile", "grad_comm"}
 GPT2_124M = {"val": 3.2924, "hella": 0.2945}  # OpenAI's weights on FineWeb-Edu's validation shard and HellaSwag
@@ -330,9 +332,6 @@ class GPT(nn.Module):
 
 
 # ---------------------------------------------------------------------------------------------- Hugging Face
-CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps these as (in, out), we as (out, in)
-
-
 def padded(n_vocab):
     return math.ceil(n_vocab / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
 
