@@ -558,6 +558,9 @@ def join_processes(cfg):
                                (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     device = pick_device(cfg.device, local_rank)
     if "RANK" in os.environ:
+        # Imported later, by DDP, its functions' defaults (group=WORLD) would hold the group beyond its end, and gloo's
+        # threads, still alive at the interpreter's exit, now and then abort the process.
+        import torch.distributed.nn  # noqa: F401
         # torchrun's store outlives a restart: without a prefix, workers would look for their dead forerunners' addresses
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(dist.rendezvous("env://"))[0])
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
