@@ -874,7 +874,7 @@ def prepare_log_dir(place, cfg):
         for part in log_dir.glob("*.pt.part"):  # of saves that a kill cut short
             part.unlink()
         path = newest_checkpoint(log_dir) if resume else None
-    if path and cfg.data != QUICK_START["data"] == read_checkpoint(path)["constants"]["data"]:
+    if path and cfg.data != QUICK_START["data"] == torch.load(path, weights_only=True, mmap=True)["constants"]["data"]:
         path = None  # the quick start is over: open_log sets it aside for the real thing
     return lock, path
 
