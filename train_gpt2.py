@@ -70,7 +70,8 @@ class Config:
     optimizer: str = "adamw"         # "adamw", or "muon": Muon for the blocks' matrices, AdamW for the rest
     max_lr: float = 6e-4             # learning rate after warmup
     muon_lr_ratio: float = 1.0       # Muon's learning rate over AdamW's, throughout
-    min_lr: float = 6e-5             # learning rate at max_steps, reached along a cosine
+    min_lr: float = 6e-5             # learning rate at max_steps
+    lr_shape: str = "cosine"         # the way from max_lr down to min_lr; "cosine" as GPT-3's, or "linear"
     warmup_steps: int = 715          # steps of linear warmup; 375 M tokens as in GPT-3
     max_steps: int = 19073           # optimizer steps; 10 B tokens / 524,288 = one epoch of sample-10BT
     weight_decay: float = 0.1        # on matrices and embeddings, not on biases and LayerNorms
@@ -100,8 +101,9 @@ QUICK_START = dict(data=str(HERE / "input.txt"), encoding="bytes", total_batch_s
                    max_steps=1000, eval_every=250, val_tokens=65536, hellaswag_every=0, sample_every=500,
                    sample_prompt="\n\n", sample_tokens=300, dtype="float32")
 
-CHOICES = {"encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"), "compile": ("auto", "True", "False"),
-           "dtype": ("auto", "bfloat16", "float16", "float32"), "grad_comm": ("float32", "bfloat16")}
+CHOICES = {"encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"), "lr_shape": ("cosine", "linear"),
+           "dtype": ("auto", "bfloat16", "float16", "float32"), "compile": ("auto", "True", "False"),
+           "grad_comm": ("float32", "bfloat16")}
 ADAM_BETAS, ADAM_EPS = (0.9, 0.95), 1e-8  # GPT-3, appendix B
 VOCAB_MULTIPLE = 128                      # the vocabulary is padded to a multiple: even tiles for the matmul units
 CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps these as (in, out), we as (out, in)
@@ -557,6 +559,8 @@ def join_processes(cfg):
     rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in
                                (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
     device = pick_device(cfg.device, local_rank)
+    if device.type == "cpu":
+        hellaswag.keep_freed_memory()
     if "RANK" in os.environ:
         # Imported later, by DDP, its functions' defaults (group=WORLD) would hold the group beyond its end, and gloo's
         # threads, still alive at the interpreter's exit, now and then abort the process.
@@ -642,11 +646,12 @@ def pick_compile(choice, device):
 
 # ------------------------------------------------------------------------------------ optimizer and schedule
 def get_lr(step, cfg):
-    """Learning rate of a step: linear warmup to max_lr, then a cosine down to min_lr at max_steps."""
+    """Learning rate of a step: linear warmup to max_lr, then down to min_lr at max_steps."""
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
     progress = min(1.0, (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps))
-    return cfg.min_lr + (cfg.max_lr - cfg.min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
+    remaining = 1 - progress if cfg.lr_shape == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+    return cfg.min_lr + (cfg.max_lr - cfg.min_lr) * remaining
 
 
 def newton_schulz_fp32(grad, coefficients, steps, eps):

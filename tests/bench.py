@@ -5,6 +5,7 @@
 """
 import argparse
 import contextlib
+import ctypes
 import gc
 import io
 import math
@@ -90,6 +91,13 @@ def step_seconds(run, repeats=10, warmup=3):
     return median_seconds(lambda: t.train_step(run), repeats, warmup)
 
 
+def plain_malloc():
+    """Undo keep_freed_memory(): glibc's thresholds where they come to rest by themselves, as in any plain script."""
+    if sys.platform == "linux":
+        for option, value in ((-4, 65536), (-3, 2**25), (-1, 2**26)):  # M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
+            ctypes.CDLL(None).mallopt(option, value)
+
+
 def unfused(run):
     """Swap the run's AdamW for the plain foreach one."""
     import torch
@@ -172,15 +180,19 @@ def bench_step():
     import torch
     cuda = torch.cuda.is_available()
     B, T = (64, 1024) if cuda else (8, 256)
-    sides = [("baseline: eager bf16, foreach AdamW", "False", False), ("fused AdamW", "False", True),
-             ("+ compile = ours", "True", True)]
+    sides = [("baseline: eager bf16, foreach AdamW", "False", {unfused, plain_malloc}), ("fused AdamW", "False", {plain_malloc}),
+             ("+ compile" + " = ours" * cuda, "True", {plain_malloc})]
+    if not cuda:
+        sides += [("fused AdamW, freed memory kept = ours", "False", {}), ("+ compile", "True", {})]
     rows, first = [], None
-    for name, compiled, fused in sides:
+    for name, compiled, without in sides:
         with tempfile.TemporaryDirectory() as folder, \
                 training_run(folder, B=B, T=T, dtype="bfloat16", compile=compiled) as run:
-            if not fused:
+            if unfused in without:
                 unfused(run)
-            seconds = step_seconds(run, *((20, 5) if cuda else (3, 1)))
+            if plain_malloc in without:
+                plain_malloc()
+            seconds = step_seconds(run, *((20, 5) if cuda else (5, 1)))
             flops = run.state.model.flops_per_token(T) * B * T / seconds
         first = first or seconds
         memory = f"{torch.cuda.max_memory_allocated() / 2**30:.1f}" if cuda else "-"
@@ -279,14 +291,14 @@ def naive_ending_losses(model, tokens, mask):
 def bench_hellaswag():
     """examples/s of hellaswag.evaluate against one question at a time, random GPT-2 (124M). Each round takes
     other batches of the whole set; both sides score the questions in them, tokenized beforehand. The plain loop
-    enters autocast for each question, as such loops do (casting the weights anew); "warm" is it in one autocast."""
-    import contextlib
+    enters autocast for each question, as such loops do (casting the weights anew); "warm" is it in one autocast.
+    hellaswag.py on a CPU has malloc keep what is freed; the plain loop does without."""
     from functools import partial
     import torch
     import hellaswag
     import train_gpt2
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    rounds, n = 4, 6 if device.type == "cuda" else 2  # n batches a round
+    rounds, n = 3, 6  # n batches a round
     local = SHARED / "hellaswag" / "hellaswag_val.jsonl"
     hellaswag.DATA = local if local.exists() else hellaswag.DATA
     examples = list(hellaswag.iterate_examples("val"))
@@ -311,10 +323,13 @@ def bench_hellaswag():
         for r in range(rounds + 1):  # the first warms up
             some = questions._replace(batches=questions.batches[r * n:(r + 1) * n])
             rendered = [hellaswag.render_example(examples[i])[1:] for labels, *_ in some.batches for i in labels]
+            plain_malloc()
             slow = warm = seconds(partial(naive, rendered, autocast))
             with autocast():
                 if dtype != torch.float32:
                     warm = seconds(partial(naive, rendered, contextlib.nullcontext))
+                if device.type == "cpu":
+                    hellaswag.keep_freed_memory()
                 fast = seconds(partial(hellaswag.evaluate, model, some))
             times.append([t / len(rendered) for t in (slow, warm, fast)])
         slow, warm, fast = (statistics.median(t) for t in zip(*times[1:]))

@@ -740,7 +740,7 @@ def test_disk_full_at_the_start_is_one_line(halfway, reference):
 # ---------------------------------------------------------------------------------------------- constants and data
 OTHER = dict(encoding="gpt2", shuffle=False, seed=7, total_batch_size=256, T=8, n_layer=2, n_head=4, n_embd=32,
              init_from="gpt2", optimizer="muon", max_lr=0.5, min_lr=0.25, warmup_steps=6, max_steps=31, weight_decay=0.2,
-             grad_clip=2.0, muon_lr_ratio=3.0)
+             grad_clip=2.0, muon_lr_ratio=3.0, lr_shape="linear")
 
 
 def test_every_other_constant_is_refused_with_both_values(reference):

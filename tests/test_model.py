@@ -121,6 +121,9 @@ def test_learning_rate_at_the_corners():
     rates = [t.get_lr(s, cfg) for s in range(0, 19073, 50)]
     assert all(a > b for a, b in zip(rates[15:], rates[16:]))
     assert t.get_lr(0, t.Config(warmup_steps=0)) == pytest.approx(6e-4)
+    linear = t.Config(lr_shape="linear")
+    assert t.get_lr(714, linear) == pytest.approx(6e-4) and t.get_lr(19073, linear) == pytest.approx(6e-5)
+    assert t.get_lr(715 + (19073 - 715) // 4, linear) == pytest.approx(6e-4 - (6e-4 - 6e-5) / 4, rel=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

@@ -1,6 +1,7 @@
 """The script as its user runs it: quick start, several processes, and every mistake a person can make."""
 import dataclasses
 import os
+import platform
 import re
 import socket
 import subprocess
@@ -147,6 +148,24 @@ if __name__ == "__main__":
                           capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("calls: 8 gloo: 0") == 2  # 8 steps of 4 micro-steps, one bucket each
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="keeping freed memory is glibc's mallopt")
+def test_training_on_a_cpu_keeps_freed_memory():
+    """Otherwise each big array comes anew from the system, a page fault for every 4 KiB of it."""
+    script = f"""
+import sys; sys.path.insert(0, {str(ROOT)!r})
+import resource, torch, train_gpt2 as t
+if sys.argv[1] == "kept":
+    t.join_processes(t.Config(device="cpu"))
+for i in range(3):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.ones(2**24)  # 64 MiB
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+    kept, plain = (int(subprocess.run([sys.executable, "-c", script, side], capture_output=True, text=True,
+                                      env=os.environ | ONE_THREAD).stdout) for side in ("kept", "plain"))
+    assert 2 * kept < plain
 
 
 def test_gradients_leave_while_backward_still_runs():
