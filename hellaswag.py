@@ -166,13 +166,14 @@ def prepare(examples, model, encode=gpt2_encode):
 
 # --------------------------------------------------------------------------------------------------- scoring
 def keep_freed_memory():
-    """Have glibc keep what this process frees (Linux; elsewhere nothing). Arrays above 32 MiB, like logits, otherwise come
-    from the system anew at every step, page by page: of a GPT-2 (124M)'s training step on a CPU, a quarter (measured)."""
+    """Have glibc's malloc keep what this process frees; elsewhere, nothing. Arrays above 32 MiB, like logits, otherwise
+    come from the system anew at every step, page by page: a quarter of GPT-2 (124M)'s training step on a CPU. The price
+    is memory, there 4.9 GB at the peak instead of 4.1 (both measured)."""
     if sys.platform == "linux":
         mmap_max, trim_threshold = -4, -1  # the numbers of M_MMAP_MAX and M_TRIM_THRESHOLD in malloc.h
         with contextlib.suppress(AttributeError):  # a C library without mallopt
             ctypes.CDLL(None).mallopt(mmap_max, 0)
-            ctypes.CDLL(None).mallopt(trim_threshold, 2**31 - 1)
+            ctypes.CDLL(None).mallopt(trim_threshold, -1)
 
 
 def device_and_batch(model):
@@ -254,7 +255,8 @@ def load_model(name, device):
 
 
 def score(args):
-    keep_freed_memory()
+    if args.device == "cpu":
+        keep_freed_memory()
     examples = list(iterate_examples("val"))[:max(0, args.limit)]
     model, encode = load_model(args.model, args.device)
     questions, device = prepare(examples, model, encode), model.device

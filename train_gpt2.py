@@ -97,9 +97,9 @@ class Config:
 
 # What differs in the quick start: a small GPT on the bytes of Shakespeare, for two plain CPU cores
 QUICK_START = dict(data=str(HERE / "input.txt"), encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3,
-                   n_head=4, n_embd=128, optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, warmup_steps=50,
-                   max_steps=1000, eval_every=250, val_tokens=65536, hellaswag_every=0, sample_every=500,
-                   sample_prompt="\n\n", sample_tokens=300, dtype="float32")
+                   n_head=4, n_embd=128, optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
+                   warmup_steps=20, max_steps=1300, weight_decay=0.2, eval_every=250, val_tokens=65536, hellaswag_every=0,
+                   sample_every=500, sample_prompt="\n\n", sample_tokens=300, dtype="float32")
 
 CHOICES = {"encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"), "lr_shape": ("cosine", "linear"),
            "dtype": ("auto", "bfloat16", "float16", "float32"), "compile": ("auto", "True", "False"),
@@ -564,7 +564,7 @@ def join_processes(cfg):
     if "RANK" in os.environ:
         # Imported later, by DDP, its functions' defaults (group=WORLD) would hold the group beyond its end, and gloo's
         # threads, still alive at the interpreter's exit, now and then abort the process.
-        import torch.distributed.nn  # noqa: F401
+        from torch.distributed import nn as _  # noqa: F401
         # torchrun's store outlives a restart: without a prefix, workers would look for their dead forerunners' addresses
         store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(dist.rendezvous("env://"))[0])
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
@@ -800,13 +800,18 @@ def checkpoints(log_dir, last=math.inf):
     return [steps[step] for step in sorted(steps, reverse=True) if step <= last]
 
 
+def unpickled(path):
+    """What torch.save() wrote, unverified: tensors memory-mapped, on the CPU wherever they were, and no code run."""
+    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+
+
 def read_checkpoint(path):
     """The content of a .pt of ours, memory-mapped. Raises Damaged; never runs code that the file may hold."""
     try:
         with zipfile.ZipFile(path) as z:  # torch's format is a zip; torch itself skips the checksums in it
             if bad := z.testzip():
                 raise ValueError(f"wrong checksum of {bad}")
-        content = dict(torch.load(path, map_location="cpu", weights_only=True, mmap=True))
+        content = dict(unpickled(path))
         GPTConfig(**content["gpt_config"]), content["model"], content["encoding"]
     except Exception as e:  # there is no list of what a foreign or broken file may set off in zipfile and torch
         raise Damaged(" ".join(f"{type(e).__name__} {e}".split())[:120]) from None
@@ -831,7 +836,7 @@ def newest_checkpoint(log_dir):
 def load_checkpoint(path, cfg, fingerprint):
     """The content of the checkpoint to go on from. Raises UserError if the constants now make another training."""
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)  # rank 0 has verified it
+        saved = unpickled(path)  # rank 0 has verified it
     except OSError:
         raise UserError(f"{path} is not to be seen from every machine: log_dir must be on a disk they share.") from None
     was, now = saved["constants"] | {"data": saved["fingerprint"]}, asdict(cfg) | {"data": fingerprint}
@@ -879,7 +884,7 @@ def prepare_log_dir(place, cfg):
         for part in log_dir.glob("*.pt.part"):  # of saves that a kill cut short
             part.unlink()
         path = newest_checkpoint(log_dir) if resume else None
-    if path and cfg.data != QUICK_START["data"] == torch.load(path, weights_only=True, mmap=True)["constants"]["data"]:
+    if path and cfg.data != QUICK_START["data"] == unpickled(path)["constants"]["data"]:
         path = None  # the quick start is over: open_log sets it aside for the real thing
     return lock, path
 

@@ -92,10 +92,12 @@ def step_seconds(run, repeats=10, warmup=3):
 
 
 def plain_malloc():
-    """Undo keep_freed_memory(): glibc's thresholds where they come to rest by themselves, as in any plain script."""
+    """Undo keep_freed_memory(): glibc's thresholds where they come to rest by themselves, as in any plain script, and
+    nothing kept."""
     if sys.platform == "linux":
         for option, value in ((-4, 65536), (-3, 2**25), (-1, 2**26)):  # M_MMAP_MAX, M_MMAP_THRESHOLD, M_TRIM_THRESHOLD
             ctypes.CDLL(None).mallopt(option, value)
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def unfused(run):
@@ -579,6 +581,7 @@ def main():
     print(machine())
     for name in BENCHES if which == "all" else [which]:
         print(f"\n## {name}")
+        plain_malloc()  # training_run() changes it, for the benches after it too
         (BENCHES | {"optimizers": bench_optimizers})[name]()  # by name only: all would take too long with it
 
 
