@@ -522,7 +522,7 @@ def bench_optimizers():
         subprocess.run([sys.executable, str(ROOT / "fineweb.py"), f"--source={SHARED / 'fineweb_standin'}",
                         "--encoding=bytes", "--shard_size=4000000", "--max_shards=4", f"--local_dir={folder}/shards"],
                        check=True, capture_output=True)
-        size = dict(n_layer=4, n_head=4, n_embd=192, T=128, val_tokens=131072, warmup_steps=20, min_lr=0.0)
+        size = dict(n_layer=4, n_head=4, n_embd=192, T=128, val_tokens=32768, warmup_steps=20, min_lr=0.0)
         for case, batch, steps, seeds in (("16 rows a step", 16, 200, (2, 3)), ("2 rows a step", 2, 400, ())):
             rows, best = [], {}
             for optimizer, rates in (("adamw", (1.5e-3, 3e-3, 6e-3)), ("muon", (5e-3, 1e-2, 2e-2))):

@@ -319,6 +319,14 @@ def test_the_script_itself_killed_and_started_again(place, reference):
     assert not list(folder.glob("*.part"))
 
 
+def test_a_checkpoint_made_on_a_gpu_is_read_without_one(tmp_path, monkeypatch):
+    import torch
+    import train_gpt2 as t
+    monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
+    torch.save({"weight": torch.ones(3)}, tmp_path / "gpu.pt")
+    assert t.unpickled(tmp_path / "gpu.pt")["weight"].tolist() == [1, 1, 1]
+
+
 def test_a_line_cut_short_and_lines_of_lost_steps_go(halfway, reference):
     folder = halfway("cut")
     with open(folder / "log.txt", "a") as f:
