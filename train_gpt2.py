@@ -98,8 +98,8 @@ class Config:
 # What differs in the quick start: a small GPT on the bytes of Shakespeare, for two plain CPU cores
 QUICK_START = dict(data=str(HERE / "input.txt"), encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3,
                    n_head=4, n_embd=128, optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
-                   warmup_steps=20, max_steps=1300, weight_decay=0.2, eval_every=260, val_tokens=131072, hellaswag_every=0,
-                   sample_every=650, sample_prompt="\n\n", sample_tokens=300, dtype="float32")
+                   warmup_steps=20, max_steps=1100, weight_decay=0.2, eval_every=275, val_tokens=131072, hellaswag_every=0,
+                   sample_every=550, sample_prompt="\n\n", sample_tokens=300, dtype="float32")
 
 CHOICES = {"encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"), "lr_shape": ("cosine", "linear"),
            "dtype": ("auto", "bfloat16", "float16", "float32"), "compile": ("auto", "True", "False"),
