@@ -98,8 +98,8 @@ class Config:
 # What differs in the quick start: a small GPT on the bytes of Shakespeare, for two plain CPU cores
 QUICK_START = dict(data=str(HERE / "input.txt"), encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3,
                    n_head=4, n_embd=128, optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
-                   warmup_steps=20, max_steps=1100, weight_decay=0.2, eval_every=275, val_tokens=131072, hellaswag_every=0,
-                   sample_every=550, sample_prompt="\n\n", sample_tokens=300, dtype="float32")
+                   warmup_steps=20, max_steps=1300, weight_decay=0.2, eval_every=325, val_tokens=131072, hellaswag_every=0,
+                   sample_every=650, sample_prompt="\n\n", sample_tokens=300, dtype="float32")
 
 CHOICES = {"encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"), "lr_shape": ("cosine", "linear"),
            "dtype": ("auto", "bfloat16", "float16", "float32"), "compile": ("auto", "True", "False"),
@@ -659,15 +659,19 @@ def newton_schulz_fp32(grad, coefficients, steps, eps):
 
     torch computes this in bfloat16, which CPUs without AVX512-BF16 emulate (100 times slower, measured) and which
     turns the last bit of a gradient, different for another number of processes, into one 1/256 of a weight's step.
+    Each step multiplies X by P = a + b A + c A^2, where A = X X^T. As P is a polynomial in A, the next step's A is
+    P A P: all happens on the shorter side's square, and X, up to four times as long, is met only at the two ends.
     """
     a, b, c = coefficients
-    tall = grad.size(0) > grad.size(1)
-    X = grad.T if tall else grad
-    X = X / X.norm().clamp(min=eps)
-    for _ in range(steps):
-        A = X @ X.T
-        X = torch.addmm(X, torch.addmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return X.T if tall else X
+    X = grad / grad.norm().clamp(min=eps)
+    tall = X.size(0) > X.size(1)
+    A = X.T @ X if tall else X @ X.T
+    for step in range(steps):
+        A = P @ A @ P if step else A
+        P = torch.mm(A, A).mul_(c).add_(A, alpha=b)
+        P.diagonal().add_(a)
+        product = P @ product if step else P
+    return X @ product if tall else product @ X
 
 
 def configure_optimizers(model, cfg, device):

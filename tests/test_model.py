@@ -154,7 +154,7 @@ def test_our_newton_schulz_is_torchs():
     ours, grad = t.newton_schulz_fp32, torch.randn(48, 24, generator=torch.Generator().manual_seed(0))
     theirs = importlib.reload(muon)._zeropower_via_newtonschulz
     assert theirs is not ours
-    for g in (grad, grad.t().contiguous()):
+    for g in (grad, grad.t().contiguous(), grad[:24]):
         a, b = (f(g, (3.4445, -4.775, 2.0315), 5, 1e-7).float() for f in (ours, theirs))
         assert (a - b).norm() / b.norm() < 0.03
 
