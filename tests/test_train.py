@@ -163,21 +163,25 @@ if __name__ == "__main__":
 def test_training_on_a_cpu_keeps_freed_memory():
     """Otherwise each big array comes anew from the system, a page fault for every 4 KiB of it.
 
-    Not the first arrays: aligning one leaves scraps, of which malloc keeps seven a size apart from their block, so that
-    the next does not fit into it.
+    Not the first arrays: aligning one leaves scraps, of which malloc keeps a few of each size apart from their block, so
+    that the next does not fit into it.
     """
     script = f"""
 import sys; sys.path.insert(0, {str(ROOT)!r})
 import resource, torch, train_gpt2 as t
 if sys.argv[1] == "kept":
     t.join_processes(t.Config(device="cpu"))
+faults = [resource.getrusage(resource.RUSAGE_SELF).ru_minflt]
 for i in range(64):
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     torch.ones(2**24)  # 64 MiB
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+    faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+print(sorted(b - a for a, b in zip(faults, faults[1:]))[32])
 """
+    env = {k: v for k, v in os.environ.items() if not k.startswith(("LD_PRELOAD", "MALLOC_", "GLIBC_"))} | ONE_THREAD
     kept, plain = (int(subprocess.run([sys.executable, "-c", script, side], capture_output=True, text=True, check=True,
-                                      env=os.environ | ONE_THREAD).stdout) for side in ("kept", "plain"))
+                                      env=env).stdout) for side in ("kept", "plain"))
+    if not plain:
+        pytest.skip("this kernel does not count page faults")
     assert 2 * kept < plain
 
 
