@@ -182,10 +182,10 @@ def bench_step():
     import torch
     cuda = torch.cuda.is_available()
     B, T = (64, 1024) if cuda else (8, 256)
-    sides = [("baseline: eager bf16, foreach AdamW", "False", {unfused, plain_malloc}), ("fused AdamW", "False", {plain_malloc}),
-             ("+ compile" + " = ours" * cuda, "True", {plain_malloc})]
+    sides = [("baseline: eager bf16, foreach AdamW", "False", (unfused, plain_malloc)),
+             ("fused AdamW", "False", (plain_malloc,)), ("+ compile" + " = ours" * cuda, "True", (plain_malloc,))]
     if not cuda:
-        sides += [("fused AdamW, freed memory kept = ours", "False", {}), ("+ compile", "True", {})]
+        sides += [("fused AdamW, freed memory kept = ours", "False", ()), ("+ compile", "True", ())]
     rows, first = [], None
     for name, compiled, without in sides:
         with tempfile.TemporaryDirectory() as folder, \
