@@ -1,28 +1,46 @@
-"""HellaSwag (Zellers et al. 2019): which ending does a model find likeliest?
+"""HellaSwag (Zellers et al. 2019): which of four endings is likeliest to a model?
 
-    python hellaswag.py                           # GPT-2 (124M), best device
-    python hellaswag.py -m gpt2-xl -d cuda        # any causal LM of the hub
-    python hellaswag.py -m log/hf --limit 1000    # what training exported
+    python hellaswag.py                         # GPT-2 (124M), best device
+    python hellaswag.py -m gpt2-xl -d cuda      # any causal LM of the hub
+    python hellaswag.py -m log/hf --limit 1000  # what training exported
 
-In training: score = evaluate(model, prepare(iterate_examples("val"), model))
+In training: evaluate(model, prepare(iterate_examples("val"), model))
 
-A question is one packed row: the context, then its four endings, each at the
-positions that follow the context and behind a mask through which it sees the
-context and itself. So the context is computed once, and the head, a third of
-GPT-2's work, only where an ending's token is predicted. The losses are those
-of a row per ending, which models get that don't read packed rows.
+A row per ending would compute a question's context four times. Here a question
+is packed into one row: the context, then its endings. Each ending takes the
+positions that follow the context, and the attention mask lets it see the
+context and itself. For a context c of two tokens and two endings A and B of
+three, whose last tokens are only predicted and therefore not in the row:
+
+    position        c  c  A  A  B  B     x: the row's token sees the column's
+           0     c  x
+           1     c  x  x
+           2     A  x  x  x
+           3     A  x  x  x  x
+           2     B  x  x        x
+           3     B  x  x        x  x
+
+So the context is computed once, and logits, a third of GPT-2's work, only where
+they predict a token of an ending. The losses are those of one row per ending,
+which is how models are scored that do not read packed rows.
 """
+import signal
+
+if __name__ == "__main__":  # Ctrl-C during the seconds that the imports take: no traceback
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import argparse
 import contextlib
-import ctypes
+import io
 import json
 import math
 import os
 import random
 import sys
+import textwrap
 import time
-from collections import namedtuple
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,77 +49,150 @@ from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
 DATA = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
-TOTAL = 10_042  # questions in the validation split
-PACKABLE = ("GPT2LMHeadModel", "GPTNeoXForCausalLM", "LlamaForCausalLM")  # tested to heed positions and 4-D masks
-LONGEST = 1024  # tokens of context and ending, also for models that could read more: memory stays bounded
-CPU_BATCH, GPU_BATCH = 1024, 16384  # tokens of a forward pass; a third as many have logits at once
-Prepared = namedtuple("Prepared", "batches cut")       # [(labels (Q,), *collate()), ...], how many questions were cut
-Score = namedtuple("Score", "acc acc_norm total cut")  # by summed loss, by mean loss, of how many questions
+TOTAL = 10_042          # questions in the validation split
+LONGEST_TEXT = 10_000   # characters; real ones have a few hundred
+LONGEST = 1024          # tokens of context and ending for any model, so that memory is bounded
+CPU_BATCH, GPU_BATCH = 1024, 16384  # tokens of a forward pass; a third have logits at once
+PACKABLE = ("GPT2Model", "GPTNeoXModel", "LlamaModel")  # tested to heed positions and 4-D masks
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 class HellaSwagError(Exception):
-    """Something the person at the keyboard can mend; its text is the one line they are shown."""
+    """Something the user can put right; its text is the one line they are shown."""
 
 
-def reason(error):
-    """The first line of somebody else's error, short enough to stand in ours."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:160].rstrip(".: ")
+class Batch(NamedTuple):
+    """Q questions in R rows of T tokens, their endings having N tokens. All int64, on the CPU."""
+    labels: torch.Tensor     # (Q,) the right ending
+    tokens: torch.Tensor     # (R, T), padded with 0
+    positions: torch.Tensor  # (R, T)
+    segments: torch.Tensor   # (R, T) 0 = context, 1 ... = which ending, -1 = padding
+    rows: torch.Tensor       # (N,) in which row ...
+    columns: torch.Tensor    # (N,) ... and column an ending's token is predicted
+    targets: torch.Tensor    # (N,) that token
+    endings: torch.Tensor    # (N,) which of the 4 Q endings it belongs to
 
 
-# -------------------------------------------------------------------------------------------------- the data
+class Prepared(NamedTuple):
+    batches: list  # of Batch
+    cut: int       # questions whose context did not fit the model
+
+
+class Score(NamedTuple):
+    acc: float       # share of questions whose right ending has the lowest summed loss
+    acc_norm: float  # ... the lowest mean loss per token
+    total: int       # questions
+    cut: int         # of them, cut on the left to the model's context
+
+
+def first_line(error):
+    """Of someone else's error, whole words of at most 160 characters, to stand in our sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return textwrap.shorten(lines[0].rstrip(".: "), width=160, placeholder=" ...")
+
+
+def say(text):
+    """print(), for callers such as training: lost output must not stop them."""
+    with contextlib.suppress(OSError):
+        print(text, flush=True)
+
+
+# ---------------------------------------------------------------------------------- the data
 def iterate_examples(split="val"):
-    """HellaSwag's questions in file order, fetched if need be, all checked: dicts with ctx, endings (4), label."""
+    """HellaSwag's questions in file order, as dicts with ctx, endings (4 texts) and label (int).
+
+    All are checked first. They are downloaded where DATA is missing, and kept there.
+    """
     if split != "val":
-        raise HellaSwagError(f'split="{split}" is not kept here: HellaSwag is scored on split="val".')
-    examples, fetched = [], None if DATA.exists() else fetch()
+        raise HellaSwagError(f'split="{split}" is not supported: HellaSwag is scored on "val".')
+    if os.path.lexists(DATA):
+        return iter(parse(read_lines(), DATA, "delete it, and it is downloaded again"))
+    lines = download()
+    examples = parse(lines, "the download", "try again, or name a mirror in HF_ENDPOINT")
+    keep(lines)
+    return iter(examples)
+
+
+def read_lines():
+    if not os.path.isfile(DATA):  # reading a pipe would wait forever
+        raise HellaSwagError(f"{DATA} is not a file: move it away, and HellaSwag is downloaded.")
     try:
-        for line in fetched or DATA.read_bytes().splitlines():
+        return DATA.read_bytes().splitlines()
+    except OSError as e:
+        raise HellaSwagError(f"{DATA} cannot be read ({e.strerror}): change its permissions, "
+                             f"or delete it, and it is downloaded again.") from None
+
+
+def parse(lines, source, way_out):
+    """The questions in lines of JSON. Raises HellaSwagError unless all are there and whole."""
+    examples = []
+    try:
+        for line in lines:
             examples.append(checked(json.loads(line)))
         if len(examples) != TOTAL:
             raise ValueError(f"{len(examples):,} of {TOTAL:,} questions")
-        if fetched:
-            part = DATA.with_name(f"{DATA.name}.{os.getpid()}.part")
-            DATA.parent.mkdir(exist_ok=True)
-            part.write_text("\n".join(fetched))
-            part.replace(DATA)
-    except (OSError, ValueError, RecursionError) as e:  # ValueError: not UTF-8, not JSON, not a question
-        raise HellaSwagError(f"HellaSwag is damaged in line {len(examples) + 1} ({reason(e)}): delete {DATA} and it is "
-                             f"fetched anew.") from None
-    return iter(examples)
+    except (ValueError, RecursionError) as e:  # ValueError: not UTF-8, not JSON, not a question
+        raise HellaSwagError(f"HellaSwag is damaged in line {len(examples) + 1} of {source} "
+                             f"({first_line(e)}): {way_out}.") from None
+    return examples
 
 
 def checked(example):
     """The question, its label made an int (the hub has text). Raises ValueError."""
-    ctx, endings, label = map(example.get, ("ctx", "endings", "label")) if isinstance(example, dict) else [None] * 3
-    if not (isinstance(endings, list) and len(endings) == 4 and all(s and isinstance(s, str) for s in (ctx, *endings))
-            and str(label) in ("0", "1", "2", "3")):
-        raise ValueError("a question has ctx, 4 endings and a label from 0 to 3")
-    return example | {"label": int(label)}
+    if not isinstance(example, dict) or not isinstance(example.get("endings"), list):
+        raise ValueError("a question has a list of endings")
+    texts = [example.get("ctx"), *example["endings"]]
+    if len(texts) != 5 or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError("a question has a ctx and 4 endings, none of them empty")
+    if max(map(len, texts)) > LONGEST_TEXT:  # a million blanks make tiktoken panic
+        raise ValueError(f"a text has more than {LONGEST_TEXT:,} characters")
+    if str(example.get("label")) not in ("0", "1", "2", "3"):
+        raise ValueError("a question has a label from 0 to 3")
+    return example | {"label": int(example["label"])}
 
 
-def fetch():
-    """The validation split, a line of JSON for each question."""
-    print(f"fetching HellaSwag (6 MB) to {DATA}", flush=True)
+def download():
+    """The validation split from the hub, a line of JSON for each question."""
+    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
+    say(f"downloading HellaSwag (6 MB) from {hub}")
     try:
         from huggingface_hub import hf_hub_download, logging
         from pyarrow import parquet
-        logging.set_verbosity_error()  # its retries end in the one line below
-        file = hf_hub_download("Rowan/hellaswag", "default/validation/0000.parquet", repo_type="dataset",
-                               revision="refs/convert/parquet")  # the hub's own, whatever form the main branch has
+        logging.set_verbosity_error()  # what its retries come to, the line below says
+        file = hf_hub_download("Rowan/hellaswag", "default/validation/0000.parquet",
+                               repo_type="dataset", endpoint=hub,
+                               revision="refs/convert/parquet")  # the same for any main branch
         return [json.dumps(row) for row in parquet.read_table(file).to_pylist()]
-    except Exception as e:  # the hub's client, its HTTP library, pyarrow: there is no list of their errors
-        raise HellaSwagError(f"HellaSwag can't be fetched ({reason(e)}): go online, name a mirror in HF_ENDPOINT, or "
-                             f"put the file at {DATA}.") from None
+    except Exception as e:  # the hub's client, its HTTP library, pyarrow: no list of their errors
+        while e.__cause__:  # the hub's own text is longer and says less
+            e = e.__cause__
+        raise HellaSwagError(f"HellaSwag cannot be downloaded from {hub} ({first_line(e)}): check "
+                             f"the network, name a mirror in HF_ENDPOINT, or put the questions "
+                             f"at {DATA}.") from None
 
 
-# ------------------------------------------------------------------------------------------- tokens and rows
+def keep(lines):
+    """Put the questions at DATA, whole or not at all. Where that fails, say so and go on."""
+    part = DATA.with_name(f"{DATA.name}.{os.getpid()}.part")
+    try:
+        DATA.parent.mkdir(exist_ok=True)
+        part.write_text("\n".join(lines))
+        part.replace(DATA)
+    except OSError as e:
+        say(f"HellaSwag is not kept at {DATA} ({e.strerror}): it is scored from memory.")
+        with contextlib.suppress(OSError):
+            part.unlink()
+
+
+# --------------------------------------------------------------------------- tokens and rows
 def gpt2_encode(text):
     import tiktoken
     try:
         return tiktoken.get_encoding("gpt2").encode_ordinary(text)
-    except (OSError, ValueError) as e:  # requests' errors are OSErrors; a damaged download is a ValueError
-        raise HellaSwagError(f"The GPT-2 vocabulary can't be had ({type(e).__name__}): go online once, or point "
-                             f"TIKTOKEN_CACHE_DIR at a folder that holds it.") from None
+    except (OSError, ValueError) as e:  # requests' are OSErrors; a damaged file is a ValueError
+        raise HellaSwagError(f"GPT-2's vocabulary cannot be loaded ({type(e).__name__}): go "
+                             f"online once, or let TIKTOKEN_CACHE_DIR name a folder with "
+                             f"it.") from None
 
 
 def tokenize(example, encode=gpt2_encode):
@@ -111,178 +202,342 @@ def tokenize(example, encode=gpt2_encode):
 
 
 def render_example(example):
-    """A question as four padded rows: (data, tokens (4, N) int64, mask (4, N) int64 with 1 on endings, label)."""
+    """A question in GPT-2's tokens, one padded row per ending: (data, tokens, mask, label).
+
+    tokens and mask are (4, N) int64; the mask is 1 on an ending's tokens. This is the plain
+    form, for readers and for other tools: our own scoring packs the endings into one row.
+    """
     context, endings = tokenize(example)
-    tokens = pad_sequence([torch.tensor(context + ending) for ending in endings], batch_first=True)
-    mask = pad_sequence([torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings], batch_first=True)
-    return {"context": context, "endings": endings, "label": example["label"]}, tokens, mask, example["label"]
-
-
-def collate(rows):
-    """A batch of R rows [(context, endings), ...] as int64 tensors: (token, position, segment: 0 = context, 1 ... =
-    endings, -1 = padding) (R, T, 3), and (in which row, where, token, in which ending) of what is predicted (N, 4)."""
-    cells, predictions = [], []
-    for r, (context, endings) in enumerate(rows):
-        row = [(token, t, 0) for t, token in enumerate(context)]
-        for i, ending in enumerate(endings):
-            sources = (len(context) - 1, *range(len(row), len(row) + len(ending)))  # the context predicts the first
-            predictions += [(r, at, token, r * len(endings) + i) for at, token in zip(sources, ending)]
-            row += [(token, len(context) + t, i + 1) for t, token in enumerate(ending[:-1])]
-        cells.append(row)
-    T = max(map(len, cells))
-    return torch.tensor([row + [(0, 0, -1)] * (T - len(row)) for row in cells]), torch.tensor(predictions)
+    tokens = [torch.tensor(context + ending) for ending in endings]
+    mask = [torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings]
+    data = {"context": context, "endings": endings, "label": example["label"]}
+    return (data, pad_sequence(tokens, batch_first=True), pad_sequence(mask, batch_first=True),
+            example["label"])
 
 
 def prepare(examples, model, encode=gpt2_encode):
-    """Tokenize, cut, pack, sort and batch iterate_examples' dicts, once for a model: what evaluate() works on."""
-    model, questions, cut = getattr(model, "_orig_mod", model), [], 0  # _orig_mod: the plain one in a compiled one
-    said = lambda name: getattr(getattr(model, "config", None), name, None) or math.inf
-    vocabulary = min(said("n_vocab"), said("vocab_size"))
-    limit = min(LONGEST, said("block_size"), said("max_position_embeddings"))
+    """iterate_examples' dicts as batches for a model, for any number of evaluate() calls.
+
+    encode: text -> token ids of the model's vocabulary. Raises HellaSwagError where they are
+    not, or where there is no question.
+    """
+    vocabulary, length = limits(model)
+    packed = reads_packed(model)
+    questions, cut = [], 0
     for example in examples:
         context, endings = tokenize(example, encode)
-        if not (context and all(endings)) or max(map(max, (context, *endings))) >= vocabulary:
-            raise HellaSwagError(f"The questions' tokens are not in the model's vocabulary of {vocabulary}: take a "
-                                 f"model of GPT-2's vocabulary, or one with its tokenizer beside it.")
-        room = max(1, limit + 1 - max(map(len, endings)))  # + 1: an ending's last token is predicted, never read
-        cut += len(context) > room
-        context, endings = context[-room:], [ending[:limit] for ending in endings]
-        rows = [(context, part) for part in ([endings] if reads_packed(model) else [[ending] for ending in endings])]
-        size = len(rows) * max(len(context) + sum(map(len, part)) for _, part in rows)  # in tokens
-        questions.append((size, example["label"], rows))
+        check_tokens([context, *endings], vocabulary)
+        shorter, endings = cut_to_fit(length, context, endings)
+        cut += len(shorter) < len(context)
+        rows = [(shorter, endings)] if packed else [(shorter, [ending]) for ending in endings]
+        questions.append((example["label"], rows))
     if not questions:
         raise HellaSwagError("There are no HellaSwag questions to score: give at least one.")
-    budget = device_and_batch(model)[1] // (1 if reads_packed(model) else 3)  # unpacked, each token has its logits
-    questions.sort()
+    budget = batch_tokens(model) if packed else batch_tokens(model) // 3  # logits for every token
+    return Prepared([collate(group) for group in group_by_size(questions, budget)], cut)
+
+
+def limits(model):
+    """How many token ids and how many positions a model has, as far as its config says."""
+    def said(name):
+        return getattr(getattr(model, "config", None), name, None) or math.inf
+    return (min(said("n_vocab"), said("vocab_size")),
+            min(said("block_size"), said("max_position_embeddings"), LONGEST))
+
+
+def check_tokens(texts, vocabulary):
+    """Raise HellaSwagError unless each text has tokens, all of the vocabulary."""
+    if not all(texts) or max(map(max, texts)) >= vocabulary:
+        raise HellaSwagError(f"The questions' tokens are not in the model's vocabulary of "
+                             f"{vocabulary}: take a model with GPT-2's vocabulary, or one with "
+                             f"its tokenizer beside it.")
+
+
+def cut_to_fit(length, context, endings):
+    """Drop the context's oldest tokens until it fits `length` together with any ending.
+
+    Of an ending that is longer than that, the first tokens stay, after the context's last one.
+    """
+    longest = max(map(len, endings))
+    room = max(1, length + 1 - longest)  # + 1: an ending's last token is predicted, never read
+    return context[-room:], [ending[:length] for ending in endings]
+
+
+def size(question):
+    """Tokens of a question's rows, padded to the longest of them."""
+    label, rows = question
+    return len(rows) * max(len(context) + sum(map(len, endings)) for context, endings in rows)
+
+
+def group_by_size(questions, budget):
+    """Groups of questions of similar size, each of at most `budget` tokens with its padding."""
+    questions = sorted(questions, key=size)
     groups = []
-    while questions:  # as many as fit, padded to their longest
-        n = max(1, budget // questions[-1][0])
+    while questions:
+        n = max(1, budget // size(questions[-1]))  # the last is the longest
         groups.append(questions[-n:])
         del questions[-n:]
-    random.Random(0).shuffle(groups)  # the running score would show the length, short questions being the harder
-    return Prepared([(torch.tensor([label for _, label, _ in group]),
-                      *collate([row for _, _, rows in group for row in rows])) for group in groups], cut)
+    random.Random(0).shuffle(groups)  # short questions are harder: sorted, a bar would mislead
+    return groups
 
 
-# --------------------------------------------------------------------------------------------------- scoring
-def keep_freed_memory():
-    """Have glibc's malloc keep what this process frees; elsewhere, nothing. Arrays above 32 MiB, like logits, otherwise
-    come from the system anew at every step, page by page: a quarter of GPT-2 (124M)'s training step on a CPU. The price
-    is memory, there 4.9 GB at the peak instead of 4.1 (both measured)."""
-    if sys.platform == "linux":
-        mmap_max, trim_threshold = -4, -1  # the numbers of M_MMAP_MAX and M_TRIM_THRESHOLD in malloc.h
-        with contextlib.suppress(AttributeError):  # a C library without mallopt
-            ctypes.CDLL(None).mallopt(mmap_max, 0)
-            ctypes.CDLL(None).mallopt(trim_threshold, -1)
+def collate(questions):
+    """A Batch of questions (label, [(context, endings), ...]). See the drawing at the top."""
+    tokens, positions, segments = [], [], []  # a tensor for each row
+    predictions = []                          # (row, column, target, ending)
+    all_rows = [row for _, rows in questions for row in rows]
+    for r, (context, endings) in enumerate(all_rows):
+        row, position, segment = [*context], [*range(len(context))], [0] * len(context)
+        for i, ending in enumerate(endings):
+            # The context's last token predicts an ending's first, each of its tokens the next.
+            columns = [len(context) - 1, *range(len(row), len(row) + len(ending) - 1)]
+            for column, target in zip(columns, ending, strict=True):
+                predictions.append((r, column, target, r * len(endings) + i))
+            row += ending[:-1]
+            position += range(len(context), len(context) + len(ending) - 1)
+            segment += [i + 1] * (len(ending) - 1)
+        tokens.append(torch.tensor(row))
+        positions.append(torch.tensor(position))
+        segments.append(torch.tensor(segment))
+    return Batch(torch.tensor([label for label, _ in questions]),
+                 pad_sequence(tokens, batch_first=True),
+                 pad_sequence(positions, batch_first=True),
+                 pad_sequence(segments, batch_first=True, padding_value=-1),
+                 *torch.tensor(predictions).unbind(1))
 
 
-def device_and_batch(model):
-    device = next(model.parameters()).device if isinstance(model, torch.nn.Module) else torch.device("cpu")
-    return device, CPU_BATCH if device.type == "cpu" else GPU_BATCH
+# ----------------------------------------------------------------------------------- scoring
+def device_of(model):
+    parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
+    return next((p.device for p in parameters), torch.device("cpu"))
+
+
+def batch_tokens(model):
+    return CPU_BATCH if device_of(model).type == "cpu" else GPU_BATCH
 
 
 def reads_packed(model):
-    return hasattr(model, "hidden") or type(model).__name__ in PACKABLE  # hidden: a train_gpt2.GPT
+    """Whether it is a train_gpt2.GPT, compiled or not, or a transformers model known to work."""
+    return (hasattr(model, "hidden")
+            or type(getattr(model, "base_model", None)).__name__ in PACKABLE)
 
 
-def hidden_and_head(model, tokens, positions, segments):
-    """What a model makes of rows, (R, T, C), and its head, (N, C) -> (N, V); unpacked: logits, identity."""
+def attention_mask(segments):
+    """The drawing at the top for each row: segments (R, T) -> bool (R, 1, T, T)."""
+    context = segments[:, None, :] == 0                      # (R, 1, T)
+    same = segments[:, :, None] == segments[:, None, :]      # (R, T, T)
+    return (context | same).tril()[:, None]
+
+
+def forward(model, tokens, positions, segments):
+    """Hidden states (R, T, C) and the function from some of them, (N, C), to logits (N, V).
+
+    Of a model that does not read packed rows: its logits (R, T, V), and the identity. Nothing
+    is compiled, since each batch has another shape: what torch.compile() wraps is the call of
+    the model itself, which only such a model gets.
+    """
     if not reads_packed(model):
-        logits = model(tokens)
+        with torch.compiler.set_stance("force_eager"):
+            logits = model(tokens)
         return logits if torch.is_tensor(logits) else logits[0], lambda x: x
-    seen = ((segments[:, None] == 0) | (segments[:, None] == segments[:, :, None])).tril()[:, None]  # (R, 1, T, T)
+    mask = attention_mask(segments)
     if hasattr(model, "hidden"):
-        return model.hidden(tokens, positions, seen), model.head
-    bias = torch.zeros(seen.shape, dtype=model.dtype, device=seen.device).masked_fill(~seen, -math.inf)
+        return model.hidden(tokens, positions, mask), model.to_logits
+    bias = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device)
+    bias.masked_fill_(~mask, -math.inf)
     x = model.base_model(tokens, position_ids=positions, attention_mask=bias, use_cache=False)[0]
     return x, model.get_output_embeddings()
 
 
 @torch.no_grad()
-def ending_losses(model, rows, predictions):
-    """Cross-entropy in nats of a batch's endings, summed over their tokens, and how many these are: (Q, 4) each."""
-    device, batch = device_and_batch(model)
-    r, source, targets, _ = predictions.to(device).unbind(1)
-    x, head = hidden_and_head(model, *rows.to(device).unbind(2))
-    losses = torch.cat([F.cross_entropy(head(part).float(), ids, reduction="none") for part, ids in
-                        zip(x[r, source].split(batch // 3), targets.split(batch // 3))])  # (N,)
-    return [predictions[:, 3].bincount(weights).view(-1, 4) for weights in (losses.cpu().double(), None)]
+def ending_losses(model, batch):
+    """Of a batch's endings the loss in nats, summed over tokens, and the tokens: (Q, 4) each."""
+    on_device = Batch(*(x.to(device_of(model)) for x in batch))
+    x, to_logits = forward(model, on_device.tokens, on_device.positions, on_device.segments)
+    x = x[on_device.rows, on_device.columns]  # (N, C)
+    n = batch_tokens(model) // 3  # at once, to bound the memory of logits
+    losses = []
+    for part, targets in zip(x.split(n), on_device.targets.split(n), strict=True):
+        losses.append(F.cross_entropy(to_logits(part).float(), targets, reduction="none"))
+    sums = batch.endings.bincount(torch.cat(losses).cpu().double())
+    return sums.view(-1, 4), batch.endings.bincount().view(-1, 4)
 
 
-def evaluate(model, examples, progress=False):
-    """The Score of a model, the same on every rank and for any number of ranks, in the caller's autocast.
+def count_right(model, batch):
+    """Questions of a batch, (4,): right by sum, right by mean, all, those with a nan or inf."""
+    sums, lengths = ending_losses(model, batch)  # (Q, 4)
+    right = sums.argmin(1) == batch.labels
+    right_norm = (sums / lengths).argmin(1) == batch.labels
+    broken = ~sums.isfinite().all(1)
+    return torch.tensor([right.sum(), right_norm.sum(), len(sums), broken.sum()])
 
-    model: a train_gpt2.GPT or, in eval(), a transformers causal LM, compiled or not; or a function from ids (B, T) to
-    logits (B, T, V). examples: prepare()'s result, or what prepare() takes. progress: a bar with the running acc_norm.
+
+def evaluate(model, examples, progress=False, stop=None):
+    """The Score of a model, the same on every rank and for any number of ranks.
+
+    model: a train_gpt2.GPT or, in eval(), a transformers causal language model, compiled or
+    not; or a function from ids (B, T) to logits (B, T, V). It runs in the caller's autocast.
+    examples: prepare()'s result, or what prepare() takes. progress: show a bar.
+    stop: a function without arguments that every rank calls before each of its batches, and
+    equally often, so it may hold a collective. Once it returns True, which it must on every
+    rank at once, the rest is left undone and None returned.
+    Raises HellaSwagError, on every rank, where a loss is not finite.
     """
     questions = examples if isinstance(examples, Prepared) else prepare(examples, model)
-    model = getattr(model, "_orig_mod", model)  # the uncompiled one: every batch has another shape
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_available() and dist.is_initialized() else (0, 1)
-    counts = torch.zeros(3, dtype=torch.int64)  # right by sum, right by mean, questions
-    bar = tqdm(questions.batches[rank::world], unit="batch", disable=not progress or rank > 0)
-    for labels, rows, predictions in bar:
-        sums, lengths = ending_losses(model, rows, predictions)  # (Q, 4)
-        right = [(losses.argmin(1) == labels).sum() for losses in (sums, sums / lengths)]
-        counts += torch.tensor([*right, len(labels)])
-        bar.set_postfix_str(f"acc_norm {counts[1] / counts[2]:.4f}")
+    rank, world = 0, 1
+    if dist.is_available() and dist.is_initialized():
+        rank, world = dist.get_rank(), dist.get_world_size()
+    mine = questions.batches[rank::world]
+    rounds = math.ceil(len(questions.batches) / world)  # rank 0's; others may have one batch less
+    counts = torch.zeros(4, dtype=torch.int64)  # see count_right()
+    bar = tqdm(range(rounds), unit="batch", disable=not progress or rank > 0)
+    for i in bar:
+        if stop is not None and stop():
+            return None
+        if i < len(mine) and counts[3] == 0:  # after a loss that is not finite, no work
+            counts += count_right(model, mine[i])
+            bar.set_postfix_str(f"acc_norm {counts[1] / counts[2]:.4f}")
     if world > 1:
-        counts = counts.to(device_and_batch(model)[0])  # NCCL takes no CPU tensors
+        counts = counts.to(device_of(model))  # NCCL takes no CPU tensors
         dist.all_reduce(counts)
-    correct, correct_norm, total = counts.tolist()
-    return Score(correct / total, correct_norm / total, total, questions.cut)
+    right, right_norm, total, broken = counts.tolist()
+    if broken:
+        raise HellaSwagError("HellaSwag cannot be scored: the model's losses are not finite (nan "
+                             "or inf). Its weights are damaged, or too large for its dtype.")
+    return Score(right / total, right_norm / total, total, questions.cut)
 
 
-# ---------------------------------------------------------------------------------------------- command line
+# ------------------------------------------------------------------------------ command line
+def check_device(name):
+    try:
+        torch.empty(1, device=name).item()  # an element of the meta device has no value
+    except (RuntimeError, AssertionError) as e:  # AssertionError: torch built without CUDA
+        if out_of_memory(e):
+            raise
+        raise HellaSwagError(f"-d {name} is not a device that PyTorch can use here: take -d cpu, "
+                             f"or leave -d out.") from None
+
+
 def load_model(name, device):
-    """A transformers causal LM, float32 and in eval(), by hub name or folder, and the encode() for its vocabulary."""
+    """A transformers causal LM, float32 and in eval(), by hub name or folder, and its encode()."""
     try:
         import transformers
         from huggingface_hub import logging
-        transformers.logging.set_verbosity_error()  # what it would say, the errors below say in a line
+        transformers.logging.set_verbosity_error()  # what it would say, the error below says
         transformers.logging.disable_progress_bar()
         logging.set_verbosity_error()
-        torch.empty(1, device=device)  # is there such a device?
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        model, info = load(name, use_safetensors=True, output_loading_info=True)
+        model, info = transformers.AutoModelForCausalLM.from_pretrained(
+            name, use_safetensors=True, trust_remote_code=False, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
-        gpt2 = model.config.vocab_size == 50257
-        encode = gpt2_encode if gpt2 else transformers.AutoTokenizer.from_pretrained(name).encode
+        encode = gpt2_encode
+        if has_tokenizer(name) or model.config.vocab_size != 50257:  # GPT-2's size
+            tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
+            encode = tokenizer.encode
         return model.float().eval().to(device), encode
-    except Exception as e:  # config, hub, HTTP, safetensors, a model's own code: there is no list of their errors
-        raise HellaSwagError(f"-m {name} can't be loaded as a causal language model on {device} ({reason(e)}): give a "
-                             f"hub name like gpt2, or a folder like log/hf, and -d a device that is here.") from None
+    except Exception as e:  # config, hub, HTTP, safetensors, tokenizers: no list of their errors
+        if out_of_memory(e):
+            raise
+        if "trust_remote_code" in str(e):
+            raise HellaSwagError(f"-m {name} needs Python code of its own, which is not run here: "
+                                 f"give a model that transformers itself knows.") from None
+        what = "is a folder that" if os.path.isdir(name) else "is not a folder, and from the hub"
+        raise HellaSwagError(f"-m {name} {what} cannot be loaded as a causal language model "
+                             f"({first_line(e)}): give a name of the hub like gpt2, or a folder "
+                             f"with config.json and model.safetensors like log/hf.") from None
+
+
+def has_tokenizer(name):
+    """Whether a folder or repository has a tokenizer of its own.
+
+    Where it has none, transformers fails or makes an empty one, depending on its version.
+    """
+    from huggingface_hub import snapshot_download
+    folder = name
+    if not os.path.isdir(name):
+        folder = snapshot_download(name, allow_patterns=TOKENIZER_FILES)
+    return any(Path(folder, file).exists() for file in TOKENIZER_FILES)
+
+
+def out_of_memory(error):
+    """Whether memory ran out. For a CPU and for Apple's GPUs, torch has only a text for it."""
+    text = str(error)
+    return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
 
 
 def score(args):
-    if args.device == "cpu":
-        keep_freed_memory()
+    """Load, score and print as the command line asks."""
+    check_device(args.device)
     examples = list(iterate_examples("val"))[:max(0, args.limit)]
     model, encode = load_model(args.model, args.device)
     questions, device = prepare(examples, model, encode), model.device
-    bf16, began = device.type == "cuda" and torch.cuda.is_bf16_supported(False), time.perf_counter()
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    start = time.perf_counter()
     with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
         result = evaluate(model, questions, progress=True)
-    speed = result.total / (time.perf_counter() - began)
-    print(f"{args.model} on {device} in {'bfloat16' if bf16 else 'float32'}: {result.total:,} questions "
-          f"({result.cut:,} cut on the left to the model's context), {speed:.1f} examples/s")
-    for name, p, loss in (("acc", result.acc, "summed loss"), ("acc_norm", result.acc_norm, "mean loss per token")):
-        print(f"{name:<8} {p:.4f} +- {math.sqrt(p * (1 - p) / result.total):.4f}   (endings by {loss})")
-    print("known    GPT-2 (124M) 0.2859 / 0.2955 · GPT-2 XL 0.3842 / 0.4893 · GPT-3 (124M) - / 0.337")
+    speed = result.total / (time.perf_counter() - start)
+    print(f"{args.model} on {device} in {'bfloat16' if bf16 else 'float32'}: {result.total:,} "
+          f"questions ({result.cut:,} cut on the left to the model's context), "
+          f"{speed:.1f} examples/s")
+    print_accuracy("acc", result.acc, result.total, "summed loss")
+    print_accuracy("acc_norm", result.acc_norm, result.total, "mean loss per token")
+    print("known    GPT-2 (124M) 0.2859 / 0.2955, GPT-2 XL 0.3842 / 0.4893, GPT-3 (124M) - / 0.337")
+
+
+def print_accuracy(name, p, n, how):
+    error = math.sqrt(p * (1 - p) / n)  # standard error of a share p of n
+    print(f"{name:<8} {p:.4f} +- {error:.4f}   (endings by {how})")
+
+
+class LossyFile(io.FileIO):
+    """A descriptor for output that drops what cannot be written: pipe closed, disk full."""
+
+    def write(self, data):
+        try:
+            return super().write(data) or len(data)
+        except OSError:
+            return len(data)
+
+
+def lossy(stream):
+    """sys.stdout or sys.stderr such that lost output neither stops the work nor is an error.
+
+    Characters that its encoding lacks are escaped.
+    """
+    if stream is None:  # closed before Python started; the descriptor must not become a file's
+        return open(os.devnull, "w")
+    raw = LossyFile(stream.fileno(), "w", closefd=False)
+    return io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding,
+                            errors="backslashreplace", line_buffering=True)
 
 
 def main():
-    best = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("-m", "--model", default="gpt2", help="hub name or Hugging Face folder (gpt2)")
+    best = "cpu"
+    if torch.cuda.is_available():
+        best = "cuda"
+    elif torch.backends.mps.is_available():
+        best = "mps"
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("-m", "--model", default="gpt2",
+                        help="hub name or Hugging Face folder (gpt2)")
     parser.add_argument("-d", "--device", default=best, help=f"cuda, cuda:1, mps or cpu ({best})")
-    parser.add_argument("--limit", type=int, default=TOTAL, metavar="N", help="score the first N questions only")
-    parser.error = lambda message: sys.exit(f"hellaswag.py: {message}; --help lists what there is.")
+    parser.add_argument("--limit", type=int, default=TOTAL, metavar="N",
+                        help="score the first N questions only")
+    parser.error = lambda message: sys.exit(f"hellaswag.py: {message}; --help lists the options.")
+    args = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        score(parser.parse_args())
+        score(args)
     except (HellaSwagError, KeyboardInterrupt) as e:
         sys.exit(f"hellaswag.py: {str(e) or 'stopped.'}")
+    except (MemoryError, RuntimeError) as e:
+        if not out_of_memory(e):
+            raise
+        sys.exit(f"hellaswag.py: {args.device} has too little memory for {args.model}: take a "
+                 f"smaller model with -m, or another device with -d.")
 
 
 if __name__ == "__main__":
+    sys.stdout, sys.stderr = lossy(sys.stdout), lossy(sys.stderr)
     main()

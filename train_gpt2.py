@@ -1,21 +1,32 @@
-"""Train GPT-2 in one file, on one CPU, one GPU, or many GPUs on many machines.
+"""GPT-2 in one file: the model, its data, its training, on a CPU or many GPUs.
 
-    python train_gpt2.py             # no shards yet: two minutes of Shakespeare
-    python fineweb.py                # FineWeb-Edu -> edu_fineweb10B/*.npy
-    torchrun --standalone --nproc_per_node=8 train_gpt2.py     # GPT-2 (124M)
-    tail -f log/log.txt              # "<step> train|val|hella <value>"
+    python train_gpt2.py               # no shards yet: 2 minutes of Shakespeare
+    python fineweb.py                  # FineWeb-Edu -> edu_fineweb10B/*.npy
+    torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
+    tail -f log/log.txt                # <step> train|val|hella <value>
+    python train_gpt2.py --sample=3 --sample_prompt="ROMEO:"  # newest weights
+    python -c "import train_gpt2 as t; t.draw_curves('log')"  # log/curves.png
 
 Edit the constants in Config, or give any of them as a flag (--max_lr=1e-3).
-Stop with Ctrl-C; the same command goes on from there. 0 means never for any
-of the *_every. In this order: constants, model, Hugging Face, data, machine,
-optimizer, evaluation, checkpoints, log, training, command line.
+Ctrl-C saves and stops; the same command then continues.
+
+One idea makes the rest simple: the data of a step is a pure function of
+(seed, step). So B and the number of GPUs decide speed and memory only, and
+to resume is just to start at another step.
+
+Part one, the story: constants, GPT-2, data, optimizers, validation, a step,
+the loop. Part two, the armour: processes and errors; device, dtype, compile;
+opening data; checkpoints and the log folder; log and curves; samples and
+HellaSwag; Hugging Face; setting up; command line.
 """
 import argparse
 import contextlib
 import copy
+import ctypes
 import dataclasses
+import datetime
+import importlib.util
 import inspect
-import io
 import json
 import math
 import os
@@ -25,15 +36,21 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-import timeit
+import traceback
 import warnings
 import zipfile
 import zlib
-from collections import namedtuple
+from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
+
+if __name__ == "__main__":  # Ctrl-C while torch is imported ends quietly; see main()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import numpy as np
 import tiktoken
@@ -45,107 +62,83 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
 
-# ------------------------------------------------------------------------------------------------- constants
-FINEWEB_DIR = "edu_fineweb10B"  # what fineweb.py leaves; while it is missing, a bare command runs QUICK_START
-HERE = Path(__file__).resolve().parent
 
-
+# --------------------------------------------------------------------------------- constants
 @dataclass
 class Config:
     """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
-    data: str = FINEWEB_DIR          # folder of .npy token shards, or a UTF-8 text file (its last 10 % validates)
-    encoding: str = "gpt2"           # "gpt2" (50,257 tokens) or "bytes" (256 + end of text, needs no download)
-    shuffle: bool = True             # visit shards, and rows within a shard, in a fresh order each epoch
-    seed: int = 1337                 # decides initial weights, data order and samples
-    # the batch: total_batch_size decides the training; B and the number of processes only speed and memory
-    total_batch_size: int = 524288   # tokens per optimizer step, 2**19; a multiple of B * T * processes
-    B: int = 64                      # rows per forward pass and process; lower it when memory runs out
-    T: int = 1024                    # tokens per row, the model's context
-    # the model: 124M = 12/12/768, 350M = 24/16/1024, 774M = 36/20/1280, 1.5B = 48/25/1600 ...
-    n_layer: int = 12                # blocks
-    n_head: int = 12                 # attention heads per block
-    n_embd: int = 768                # width, a multiple of n_head
-    init_from: str = "scratch"       # "scratch"; gpt2, gpt2-medium, -large, -xl, any such folder or name; a .pt of ours
-    # the optimizer: ... for which GPT-3 used max_lr 6e-4, 3e-4, 2.5e-4, 2e-4 (min_lr is a tenth of it)
-    optimizer: str = "adamw"         # "adamw", or "muon": Muon for the blocks' matrices, AdamW for the rest
-    max_lr: float = 6e-4             # learning rate after warmup
-    muon_lr_ratio: float = 1.0       # Muon's learning rate over AdamW's, throughout
-    min_lr: float = 6e-5             # learning rate at max_steps
-    lr_shape: str = "cosine"         # the way from max_lr down to min_lr; "cosine" as GPT-3's, or "linear"
-    warmup_steps: int = 715          # steps of linear warmup; 375 M tokens as in GPT-3
-    max_steps: int = 19073           # optimizer steps; 10 B tokens / 524,288 = one epoch of sample-10BT
-    weight_decay: float = 0.1        # on matrices and embeddings, not on biases and LayerNorms
-    grad_clip: float = 1.0           # largest norm of the gradient; 0 = no clipping
-    # watching it
-    eval_every: int = 250            # steps between validations
-    val_tokens: int = 10485760       # tokens a validation reads, the same ones each time
-    hellaswag_every: int = 250       # steps between HellaSwag scores
-    sample_every: int = 250          # steps between samples
+    data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
+    encoding: str = "gpt2"          # "gpt2" (50,257 tokens) or "bytes" (257, no download)
+    shuffle: bool = True            # shards, and rows in a shard, in a new order each epoch
+    seed: int = 1337                # decides initial weights, data order and samples
+    # the batch: total_batch_size decides the training, B only memory and speed
+    total_batch_size: int = 524288  # tokens per optimizer step, a multiple of B * T * processes
+    B: int = 64                     # rows per forward pass and process
+    T: int = 1024                   # tokens per row, the context
+    # the model: 124M is 12/12/768, 350M 24/16/1024, 774M 36/20/1280, 1.5B 48/25/1600
+    n_layer: int = 12               # blocks
+    n_head: int = 12                # attention heads per block
+    n_embd: int = 768               # width, a multiple of n_head
+    init_from: str = "scratch"      # or gpt2 ... gpt2-xl, a Hugging Face folder, a .pt of ours
+    # the optimizer: for these sizes GPT-3 used max_lr 6e-4, 3e-4, 2.5e-4, 2e-4
+    optimizer: str = "adamw"        # or "muon": Muon for the blocks' matrices, AdamW for the rest
+    max_lr: float = 6e-4            # learning rate after warmup
+    muon_lr_ratio: float = 1.0      # Muon's learning rate over AdamW's
+    min_lr: float = 6e-5            # learning rate at max_steps
+    lr_shape: str = "cosine"        # how it falls from max_lr to min_lr: "cosine" or "linear"
+    warmup_steps: int = 715         # steps of linear warmup; 375 M tokens, as in GPT-3
+    max_steps: int = 19073          # optimizer steps; 10 B tokens / total_batch_size
+    weight_decay: float = 0.1       # on matrices and embeddings, not on biases and LayerNorms
+    grad_clip: float = 1.0          # largest norm of the gradient; 0 = no clipping
+    # watching it; every number of steps, 0 = never
+    eval_every: int = 250           # steps between validations
+    val_tokens: int = 10485760      # tokens a validation reads, always the same ones
+    hellaswag_every: int = 250      # steps between HellaSwag scores
+    sample_every: int = 250         # steps between samples
     sample_prompt: str = "Hello, I'm a language model,"  # how samples begin
-    sample_tokens: int = 64          # tokens a sample goes on for, one sample per process
+    sample_tokens: int = 64         # tokens that a sample adds to its prompt
+    temperature: float = 1.0        # of samples: higher is wilder, 0 takes the likeliest token
+    top_k: int = 50                 # samples draw from the k likeliest tokens; 0 = from all
+    sample: int = 0                 # print so many samples of the newest weights, do not train
     # keeping it
-    log_dir: str = "log"             # log.txt, run.json, curves.png, checkpoints and the exported model
-    save_every: int = 250            # steps between checkpoints (the newest two are kept)
-    milestone_every: int = 5000      # steps between weights that are kept for good, model_<step>.pt
-    resume: bool = True              # go on from the newest checkpoint in log_dir; False moves old results aside
+    log_dir: str = "log"            # log.txt, run.json, curves.png, checkpoints, exported model
+    save_every: int = 250           # steps between checkpoints; the newest two are kept
+    milestone_every: int = 5000     # steps between weights that are kept for good
+    resume: bool = True             # continue from log_dir; False sets its results aside
     # the machine
-    device: str = "auto"             # "auto" = the best there is; cuda, cuda:1, mps or cpu
-    dtype: str = "auto"              # "auto" = what the device is fast in; bfloat16, float16 or float32
-    compile: str = "auto"            # "auto" = torch.compile on CUDA where it works; True or False
-    grad_comm: str = "float32"       # dtype in which DDP sends gradients; bfloat16 halves the traffic
+    device: str = "auto"            # "auto" is the best there is; or cuda, cuda:1, mps, cpu
+    dtype: str = "auto"             # "auto" is what the device is fast in; or bfloat16 ...
+    compile: str = "auto"           # "auto" is torch.compile on CUDA; or True, False
+    grad_comm: str = "float32"      # what GPUs send gradients in; bfloat16 is half as much
 
 
-# What differs in the quick start: a small GPT on the bytes of Shakespeare, for two plain CPU cores
-QUICK_START = dict(data=str(HERE / "input.txt"), encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3,
-                   n_head=4, n_embd=128, optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
-                   warmup_steps=20, max_steps=1300, weight_decay=0.2, eval_every=325, val_tokens=131072, hellaswag_every=0,
-                   sample_every=650, sample_prompt="\n\n", sample_tokens=300, dtype="float32")
-
-CHOICES = {"encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"), "lr_shape": ("cosine", "linear"),
-           "dtype": ("auto", "bfloat16", "float16", "float32"), "compile": ("auto", "True", "False"),
-           "grad_comm": ("float32", "bfloat16")}
-ADAM_BETAS, ADAM_EPS = (0.9, 0.95), 1e-8  # GPT-3, appendix B
-VOCAB_MULTIPLE = 128                      # the vocabulary is padded to a multiple: even tiles for the matmul units
-CONV1D = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # Hugging Face keeps these as (in, out), we as (out, in)
-VAL_FRACTION = 0.1                        # of a text file, from its end
-TOP_K = 50                                # samples are drawn from the 50 likeliest tokens
-RESULTS = ("log.txt", "run.json", "curves.png", "hf", "checkpoint_*.pt", "model_*.pt")  # what a run leaves in log_dir
-CHECKPOINTS_KEPT = 2                      # should the newest turn out damaged, the one before it is there
-IDS_CHECKED = 200_000_000                 # token ids looked at before training, spread over the shards
-IDS_IN_FINGERPRINT = 4096                 # of each shard: enough to notice that data is another
-# a run may go on with other values of these: they change speed, place, rounding or what is watched
-FREE_TO_CHANGE = {"B", "eval_every", "val_tokens", "hellaswag_every", "sample_every", "sample_prompt", "sample_tokens",
-                  "log_dir", "save_every", "milestone_every", "resume", "device", "dtype", "compile", "grad_comm"}
-GPT2_124M = {"val": 3.2924, "hella": 0.2945}  # OpenAI's weights on FineWeb-Edu's validation shard and HellaSwag
-GPT3_124M_HELLA = 0.337                       # Brown et al. 2020, table H.1
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "A10G": 70, "L40S": 362,
-               "L4": 121, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}  # dense 16-bit
+# What differs while there are no shards: a small GPT on Shakespeare's bytes, for two CPU cores
+QUICK_START = dict(
+    data=str(Path(__file__).resolve().with_name("input.txt")), encoding="bytes",
+    total_batch_size=2048, B=32, T=64, n_layer=3, n_head=4, n_embd=128,
+    optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
+    warmup_steps=20, max_steps=1300, weight_decay=0.2, eval_every=325, val_tokens=131072,
+    hellaswag_every=0, sample_every=650, sample_prompt="\n\n", sample_tokens=300,
+    dtype="float32")
 
 
-class UserError(Exception):
-    """Something the person at the keyboard can mend; its text is the one line they are shown."""
-
-    def __init__(self, text, agreed=False):
-        super().__init__(text)
-        self.agreed = agreed  # every process raises it, so that one telling is enough
-
-
-# ----------------------------------------------------------------------------------------------------- model
+# ------------------------------------------------------------------------------------- GPT-2
 @dataclass
 class GPTConfig:
-    block_size: int = 1024           # longest context
-    vocab_size: int = 50304          # rows of the embedding, padding included
+    """The shape of a GPT. The defaults are GPT-2 (124M)."""
+    block_size: int = 1024      # longest context, in tokens
+    vocab_size: int = 50304     # rows of the embedding: 50,257 ids padded to even GPU tiles
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_vocab: int | None = None       # ids in use (None = all); the rows beyond are padding and never predicted
-    tied: bool = True                # lm_head shares the embedding's weights, as OpenAI's models do
+    n_vocab: int | None = None  # ids in use, None = all; the padding is never predicted
 
     def __post_init__(self):
+        if self.n_vocab is None:
+            self.n_vocab = self.vocab_size
         if self.n_embd % self.n_head:
             raise UserError(f"n_embd={self.n_embd} is not divisible by n_head={self.n_head}: "
-                            f"change one of them so that each head gets n_embd / n_head dimensions.")
-        self.n_vocab = self.n_vocab or self.vocab_size
+                            f"change one, so that each head gets n_embd / n_head dimensions.")
 
 
 class CausalSelfAttention(nn.Module):
@@ -154,27 +147,24 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key and value in one matmul
+        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value at once
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
 
-    def forward(self, x, mask=None, cache=None):
+    def forward(self, x, mask=None):
         B, T, C = x.shape
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)  # (B, heads, T, C / heads)
-                   for t in self.c_attn(x).split(C, dim=2))
-        if cache is not None:  # a list of this layer's [k, v] of the tokens before x; empty at first
-            if cache:
-                k, v = torch.cat((cache[0], k), dim=2), torch.cat((cache[1], v), dim=2)
-            cache[:] = k, v
-        # A single query may see every key; is_causal would align it with the first one.
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None and T > 1)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, size)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # heads side by side again
 
 
 class MLP(nn.Module):
+    """What a token does by itself: go four times as wide, bend, and come back."""
+
     def __init__(self, config):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
-        self.gelu = nn.GELU(approximate="tanh")  # the approximation GPT-2 was trained with
+        self.gelu = nn.GELU(approximate="tanh")  # the approximation that GPT-2 was trained with
         self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x):
@@ -182,6 +172,8 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention, in which tokens exchange information, then the MLP. Both add to x."""
+
     def __init__(self, config):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
@@ -189,13 +181,14 @@ class Block(nn.Module):
         self.ln_2 = nn.LayerNorm(config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x, mask=None, cache=None):
-        x = x + self.attn(self.ln_1(x), mask, cache)
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x, mask=None):
+        x = x + self.attn(self.ln_1(x), mask)
+        x = x + self.mlp(self.ln_2(x))
+        return x
 
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019, section 2.3), its parameters named as in OpenAI's and Hugging Face's weights."""
+    """GPT-2 (Radford et al. 2019, section 2.3), its parameters named as in OpenAI's weights."""
 
     def __init__(self, config):
         super().__init__()
@@ -206,140 +199,1352 @@ class GPT(nn.Module):
             h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             ln_f=nn.LayerNorm(config.n_embd)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        if config.tied:
-            self.lm_head.weight = self.transformer.wte.weight
+        # One matrix reads tokens and predicts them: similar tokens are similar in both roles,
+        # and 30 % of the parameters are saved (Press and Wolf 2017)
+        self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
 
     def init_weights(self):
-        """Normal(0, 0.02), zero biases; projections into the residual stream, to which 2 * n_layer of them add,
-        smaller by 1 / sqrt(2 * n_layer) so that its variance does not grow with depth (GPT-2 paper, section 2.3)."""
+        """Normal(0, 0.02) and zero biases, as in OpenAI's code.
+
+        2 * n_layer projections add to the residual stream. Each starts smaller by the square
+        root of their number, so that the sum does not grow with depth (GPT-2, section 2.3).
+        """
+        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
-            elif p.dim() == 2:
-                residual = name.endswith("c_proj.weight")
-                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if residual else 0.02)
-        with torch.no_grad():
-            for table in {self.transformer.wte.weight, self.lm_head.weight}:
-                table[self.config.n_vocab:] = 0  # padding: no gradient ever reaches it, so zero it stays
+            elif p.dim() == 2:  # what remains are the gains of LayerNorms, which stay at one
+                std = residual_std if name.endswith("c_proj.weight") else 0.02
+                nn.init.normal_(p, std=std)
+        with torch.no_grad():  # no gradient ever reaches the padding, so it stays at zero
+            self.transformer.wte.weight[self.config.n_vocab:] = 0
 
-    def hidden(self, idx, positions=None, mask=None, cache=None):
-        """Final hidden states (B, T, C) of the tokens idx (B, T).
+    def hidden(self, idx, positions=None, mask=None):
+        """Final hidden states (B, T, C) of token ids idx (B, T).
 
-        positions: (T,) or (B, T) ids, by default those that follow the cache. mask: bool, broadcastable to
-        (B, 1, T, T), True where a token may look, by default causal. cache: one list per layer, filled with the
-        keys and values of all tokens so far.
+        positions and mask are for HellaSwag alone, which packs several endings into a row:
+        positions (B, T) says where in its own text a token stands, the boolean mask
+        (B, 1, T, T) is True where a token may look.
         """
         if positions is None:
-            past = cache[0][0].size(2) if cache and cache[0] else 0
-            if (end := past + idx.size(1)) > self.config.block_size:
-                raise ValueError(f"{end} tokens are more than the context, block_size={self.config.block_size}")
-            positions = torch.arange(past, end, device=idx.device)
+            T = idx.size(1)
+            if T > self.config.block_size:
+                raise ValueError(f"{T} tokens are more than block_size={self.config.block_size}")
+            positions = torch.arange(T, device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
-        for i, block in enumerate(self.transformer.h):
-            x = block(x, mask, cache[i] if cache else None)
+        for block in self.transformer.h:
+            x = block(x, mask)
         return self.transformer.ln_f(x)
 
-    def head(self, x):
-        """Logits (..., n_vocab) of hidden states (..., C). The matmul has the padded, faster width; the slice is
-        a view, so padding costs nothing and can never be predicted."""
-        return self.lm_head(x)[..., :self.config.n_vocab]
+    def to_logits(self, x):
+        """Logits (..., n_vocab) of hidden states (..., C)."""
+        logits = self.lm_head(x)                  # (..., vocab_size), the faster width
+        return logits[..., :self.config.n_vocab]  # a view: leaving out the padding is free
 
-    def forward(self, idx, targets=None):
-        """idx, targets: (B, T) int64. Returns logits (B, T, n_vocab) and the mean cross-entropy in nats, or None."""
-        logits = self.head(self.hidden(idx))
+    def forward(self, idx, targets=None, return_logits=True):
+        """Logits (B, T, n_vocab) of idx (B, T); with targets (B, T), also the mean loss in nats.
+
+        Training asks for the loss alone: logits that are returned get a gradient of their own
+        size, 6.6 GB at B=64, even if nobody uses it.
+        """
+        logits = self.to_logits(self.hidden(idx))
         if targets is None:
             return logits, None
-        return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return (logits if return_logits else None), loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Continue idx (B, T) by max_new_tokens sampled tokens; returns (B, T + max_new_tokens).
+        """Continue idx (B, T) by sampled tokens. Returns (B, T + max_new_tokens).
 
-        temperature 0 takes the likeliest token; top_k keeps the k likeliest. Draws come from `generator` (of idx's
-        device), so with one given, torch's global random state stays untouched. Beyond block_size the oldest tokens
-        are dropped. Raises ValueError for an empty idx, a negative temperature or a top_k below 1.
+        temperature 0 takes the likeliest token, top_k draws from the k likeliest. generator
+        (of idx's device) makes the draws, so that training's random state stays untouched.
         """
         if idx.dim() != 2 or idx.size(1) == 0:
             raise ValueError(f"idx must be (B, T) with T >= 1, not {tuple(idx.shape)}")
         if temperature < 0 or (top_k is not None and top_k < 1):
-            raise ValueError(f"temperature must be >= 0 and top_k >= 1, not {temperature} and {top_k}")
-        cache, fresh = [[] for _ in self.transformer.h], idx[:, -self.config.block_size:]
+            raise ValueError(f"must be: temperature={temperature} >= 0 and top_k={top_k} >= 1")
         for _ in range(max_new_tokens):
-            logits = self.head(self.hidden(fresh, cache=cache)[:, -1]).float()  # (B, n_vocab)
-            if temperature == 0:
-                token = logits.argmax(-1, keepdim=True)
-            else:
-                logits /= temperature
-                if top_k is not None:
-                    kth = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
-                    logits[logits < kth] = -math.inf
-                token = torch.multinomial(logits.softmax(-1), 1, generator=generator)
+            context = idx[:, -self.config.block_size:]
+            logits = self.to_logits(self.hidden(context)[:, -1]).float()  # (B, n_vocab)
+            token = draw_token(logits, temperature, top_k, generator)     # (B, 1)
             idx = torch.cat((idx, token), dim=1)
-            if cache[0][0].size(2) < self.config.block_size:
-                fresh = token
-            else:  # every position moves when the window slides, so what is cached no longer holds
-                cache, fresh = [[] for _ in self.transformer.h], idx[:, -self.config.block_size:]
         return idx
 
     @classmethod
     def from_pretrained(cls, name):
-        """The GPT-2 in a Hugging Face folder or on the hub (gpt2, gpt2-medium, ...), its vocabulary padded.
-
-        Raises UserError where it can't be had, is not a GPT-2, or lacks tensors.
-        """
-        hf = read_hugging_face(name)
-        c = hf.config
-        model = cls(GPTConfig(c.n_positions, padded(c.vocab_size), c.n_layer, c.n_head, c.n_embd, c.vocab_size,
-                              c.tie_word_embeddings))
-        source = hf.state_dict()
-        with torch.no_grad():
-            for key, p in model.state_dict().items():
-                w = source[key].t() if key.endswith(CONV1D) else source[key]
-                p[:len(w)] = w  # only the embedding has more rows than the source: padding
-        return model
+        """The GPT-2 in a Hugging Face folder or on the hub: gpt2, gpt2-medium, ..."""
+        return load_hugging_face(name)
 
     def save_pretrained(self, folder, encoding=None):
-        """Write a Hugging Face folder: config.json, model.safetensors, generation_config.json, and with a tiktoken
-        encoding its tokenizer. Files there are replaced once the new ones are whole. Needs `transformers`."""
-        transformers, folder, part = quiet_transformers(), Path(folder), Path(f"{Path(folder)}.part")
-        c, eot = self.config, self.config.n_vocab - 1  # <|endoftext|> is the last id of both encodings
-        hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-            vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
-            tie_word_embeddings=c.tied, bos_token_id=eot, eos_token_id=eot, pad_token_id=eot))
-        if c.block_size <= 256:  # a pipeline's new tokens unless told otherwise: beyond the context it would crash
-            hf.generation_config.max_length = c.block_size
-        state = {k: w[:c.n_vocab] if k in ("transformer.wte.weight", "lm_head.weight") else w
-                 for k, w in self.state_dict().items()}
-        hf.load_state_dict({k: w.t().contiguous() if k.endswith(CONV1D) else w for k, w in state.items()})
-        shutil.rmtree(part, ignore_errors=True)
-        try:
-            hf.save_pretrained(part, max_shard_size="50GB")  # one file
-            if encoding:
-                hugging_face_tokenizer(encoding, c.block_size).save_pretrained(part)
-        except Exception as e:  # safetensors and tokenizers have errors of their own for a full disk
-            raise (OSError(str(e)) if "os error" in str(e).lower() else e) from None
-        folder.mkdir(parents=True, exist_ok=True)
-        for file in part.iterdir():
-            os.replace(file, folder / file.name)
-        part.rmdir()
+        """Write a folder that `transformers` loads; with an encoding, its tokenizer too."""
+        save_hugging_face(self, folder, encoding)
 
     def num_params(self):
         return sum(p.numel() for p in self.parameters())
 
-    def flops_per_token(self, T):
-        """Forward + backward FLOPs a token: 6 N + 12 * layers * width * context (PaLM, appendix B)."""
-        c = self.config
-        return 6 * (self.num_params() - self.transformer.wpe.weight.numel()) + 12 * c.n_layer * c.n_embd * T
+
+def draw_token(logits, temperature, top_k, generator):
+    """One token id (B, 1) for each row of logits (B, n_vocab)."""
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True)
+    if top_k is not None:
+        kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
+        logits = logits.masked_fill(logits < kth_best, -math.inf)
+    probs = (logits / temperature).softmax(-1)
+    return torch.multinomial(probs, 1, generator=generator)
 
 
-# ---------------------------------------------------------------------------------------------- Hugging Face
+# -------------------------------------------------------------------------------------- data
+class DataLoaderLite:
+    """Rows of T tokens out of shards. Which row has which number depends on the seed alone.
+
+    Each shard is cut into rows of T + 1 tokens, of which the last is the next row's first.
+    The numbers run on for ever: an epoch visits each row once, in file order or in an order
+    drawn from (seed, epoch). So there is no state to save, and any process can read any row.
+    """
+
+    def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16):
+        """shards: paths of .npy files, or arrays of token ids (N,)."""
+        self.shards, self.T, self.n_vocab = shards, T, n_vocab
+        self.seed, self.shuffle = seed, shuffle
+        self.lengths = [len(open_shard(shard)) for shard in shards]
+        self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
+        self.rows_per_epoch = int(self.rows_in_shard.sum())
+        self.open_number, self.tokens = None, None  # of the shard that is open
+
+    def locate(self, row):
+        """The number of the shard that a row is in, and the token at which it begins there."""
+        epoch, row = divmod(row, self.rows_per_epoch)
+        shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)
+        ends = self.rows_in_shard[shard_order].cumsum()  # of the shards, in rows of this epoch
+        i = int(ends.searchsorted(row, side="right"))
+        number = int(shard_order[i])
+        rows = int(self.rows_in_shard[number])
+        row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
+        return number, int(row_order[row - (ends[i] - rows)]) * self.T
+
+    def open(self, number, row):
+        """Open the shard that `row` is in; announce it, and the next one, to the kernel."""
+        self.tokens = open_shard(self.shards[number], self.lengths[number])
+        self.open_number = number
+        next_number, _ = self.locate(row + int(self.rows_in_shard[number]))
+        read_ahead([self.shards[number], self.shards[next_number]])
+
+    def read(self, first_row, B):
+        """B rows from number first_row on: (B, T + 1) int64, as torch has no uint16 math."""
+        rows = np.empty((B, self.T + 1), dtype=np.int64)
+        for b in range(B):
+            number, start = self.locate(first_row + b)
+            if number != self.open_number:
+                self.open(number, first_row + b)
+            rows[b] = self.tokens[start:start + self.T + 1]
+            check_ids(rows[b], self.n_vocab, self.shards[number])
+        return rows
+
+    def batch(self, first_row, B, device=torch.device("cpu")):
+        """The same rows on a device: inputs x and targets y, the tokens after them, (B, T)."""
+        rows = torch.from_numpy(self.read(first_row, B))
+        if device.type == "cuda":  # from pinned memory, the copy does not hold up the host
+            rows = rows.pin_memory().to(device, non_blocking=True)
+        else:
+            rows = rows.to(device)
+        return rows[:, :-1], rows[:, 1:]
+
+
+@lru_cache(maxsize=4)  # those in use: the orders of all shards would add up
+def permutation(shuffle, n, *key):
+    """0 ... n - 1, shuffled by key or in order. NumPy has frozen this generator's stream."""
+    return np.random.RandomState(key).permutation(n) if shuffle else np.arange(n)
+
+
+def first_row(cfg, step, micro_step):
+    """The number of the row at which this process begins a micro-step.
+
+    A step takes the next total_batch_size / T rows. They are dealt out B at a time: to rank 0,
+    rank 1, ..., and again to rank 0 for its next micro-step. The same rows make the same
+    gradient, however large B is and however many processes there are.
+    """
+    rows_per_step = cfg.total_batch_size // cfg.T
+    return step * rows_per_step + (micro_step * world_size() + rank()) * cfg.B
+
+
+# -------------------------------------------------------------------------------- optimizers
+def get_lr(step, cfg):
+    """Learning rate of a step: linear warmup to max_lr, then down to min_lr at max_steps."""
+    if step < cfg.warmup_steps:
+        return cfg.max_lr * (step + 1) / cfg.warmup_steps
+    progress = (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps)
+    progress = min(1.0, progress)
+    remaining = 1 - progress
+    if cfg.lr_shape == "cosine":
+        remaining = 0.5 * (1 + math.cos(math.pi * progress))
+    return cfg.min_lr + (cfg.max_lr - cfg.min_lr) * remaining
+
+
+def newton_schulz(G, steps=5):
+    """Push the singular values of matrices G (n, rows, columns) towards 1 (Jordan et al. 2024).
+
+    A step applies a x + b x^3 + c x^5 to each singular value x and leaves the singular vectors
+    as they are. It needs matrix products only, which GPUs are fast at.
+    """
+    a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0: five steps lift small values as well
+    tall = G.size(-2) > G.size(-1)
+    X = G.mT if tall else G  # rows are the short side: A is the smaller of the two squares
+    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
+    for _ in range(steps):
+        A = X @ X.mT
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
+        X = torch.baddbmm(X, P, X, beta=a)           # a X + P X
+    return X.mT if tall else X
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum, orthogonalized (Jordan et al. 2024), for the matrices in the blocks.
+
+    Few directions dominate a gradient matrix. Muon makes all of them equally long, so that
+    rare ones are learned too. The factor 0.2 sqrt(longer side) makes its updates as large as
+    AdamW's, so that both can share a learning rate (Liu et al. 2025, section 2.2).
+    """
+
+    def __init__(self, params, lr, weight_decay, momentum=0.95, dtype=torch.float32):
+        super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
+        self.dtype = dtype  # of Newton-Schulz
+
+    def smoothed_gradient(self, p, momentum):
+        """The gradient of p under Nesterov momentum."""
+        if "momentum_buffer" not in self.state[p]:
+            self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        average = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
+        return p.grad.lerp(average, momentum)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            lr = group["lr"]
+            by_shape = defaultdict(list)  # the equal matrices of all layers are one batch
+            for p in group["params"]:
+                by_shape[p.shape].append(p)
+            for shape, params in by_shape.items():
+                grads = [self.smoothed_gradient(p, group["momentum"]) for p in params]
+                updates = newton_schulz(torch.stack(grads).to(self.dtype))
+                for p, update in zip(params, updates):
+                    p.mul_(1 - lr * group["weight_decay"])
+                    p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(shape)))
+
+
+def configure_optimizers(raw_model, cfg, dtype=torch.float32):
+    """[AdamW], or [AdamW, Muon] where Muon has the matrices in the blocks."""
+    matrices, decayed, plain = [], [], []
+    in_blocks = set(raw_model.transformer.h.parameters())
+    for p in raw_model.parameters():
+        if p.dim() < 2:  # biases and LayerNorms: to pull these to 0 only distorts the model
+            plain.append(p)
+        elif p in in_blocks and cfg.optimizer == "muon":
+            matrices.append(p)
+        else:
+            decayed.append(p)
+    groups = [dict(params=decayed, weight_decay=cfg.weight_decay),
+              dict(params=plain, weight_decay=0.0)]
+    # betas and eps as in GPT-3, appendix B; fused is one kernel for all parameters
+    adamw = torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+    if not matrices:
+        return [adamw]
+    return [adamw, Muon(matrices, lr=cfg.max_lr, weight_decay=cfg.weight_decay, dtype=dtype)]
+
+
+def set_learning_rate(optimizers, cfg, step):
+    for optimizer in optimizers:
+        ratio = cfg.muon_lr_ratio if isinstance(optimizer, Muon) else 1.0
+        for group in optimizer.param_groups:
+            group["lr"] = get_lr(step, cfg) * ratio
+
+
+# ---------------------------------------------------------------------------------- training
+class State:
+    """All that the coming steps depend on, besides the constants and the data.
+
+    What state_dict() returns is what a checkpoint holds.
+    """
+
+    def __init__(self, raw_model, optimizers, scaler):
+        self.step = 0                 # optimizer steps done
+        self.raw_model = raw_model    # the GPT itself, without DDP around it
+        self.optimizers = optimizers
+        self.scaler = scaler          # keeps float16 gradients in range; idle otherwise
+
+    def state_dict(self):
+        return {"step": self.step,
+                "model": self.raw_model.state_dict(),
+                "gpt_config": asdict(self.raw_model.config),
+                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, saved):
+        self.step = saved["step"]
+        self.raw_model.load_state_dict(saved["model"])
+        for optimizer, content in zip(self.optimizers, saved["optimizers"]):
+            optimizer.load_state_dict(copy.deepcopy(content))  # or it would use saved's tensors
+        if saved["scaler"] and self.scaler.is_enabled():
+            self.scaler.load_state_dict(saved["scaler"])
+
+
+@torch.no_grad()
+def validation_loss(run):
+    """Mean loss in nats per token over the first val_tokens tokens; None if a stop is asked for.
+
+    Each process sums up its share of the rows, so that neither B nor the number of processes
+    changes the result.
+    """
+    cfg, raw_model = run.cfg, run.state.raw_model
+    rows = min(cfg.val_tokens // cfg.T, run.val_loader.rows_per_epoch)
+    total = torch.zeros((), device=run.device)
+    for row in range(rank() * cfg.B, rows + rank() * cfg.B, world_size() * cfg.B):
+        if run.stop.asked_of_anyone():
+            return None
+        B = min(cfg.B, rows - row)
+        if B > 0:  # the last rows may not suffice for all processes
+            x, y = run.val_loader.batch(row, B, run.device)
+            # .forward is not compiled: a smaller last batch is not worth compiling for
+            forward = raw_model if B == cfg.B else raw_model.forward
+            with run.autocast():
+                _, loss = forward(x, y, return_logits=False)
+            total += loss * B
+    return sum_over_ranks(total).item() / rows
+
+
+def train_step(run):
+    """One optimizer step on total_batch_size tokens.
+
+    Returns the mean loss of this process's rows and the norm of the gradient before clipping,
+    both on the device: nothing in here waits for a GPU.
+    """
+    cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
+    micro_steps = cfg.total_batch_size // (cfg.B * cfg.T * world_size())
+    mean_loss = torch.zeros((), device=run.device)
+    for micro_step in range(micro_steps):
+        x, y = run.train_loader.batch(first_row(cfg, state.step, micro_step), cfg.B, run.device)
+        # DDP averages the gradients over the processes during backward. Once is enough, in the
+        # last micro-step. It decides so in the forward pass: no_sync has to hold both passes.
+        sync = contextlib.nullcontext()
+        if world_size() > 1 and micro_step < micro_steps - 1:
+            sync = ddp_model.no_sync()
+        with sync:
+            with run.autocast():
+                _, loss = ddp_model(x, y, return_logits=False)
+            # backward() adds to the gradients. The loss is a mean over B rows; divided by the
+            # number of micro-steps, they add up to the mean over all rows, as of one batch.
+            loss = loss / micro_steps
+            state.scaler.scale(loss).backward()
+        mean_loss += loss.detach()
+    set_learning_rate(state.optimizers, cfg, state.step)
+    for optimizer in state.optimizers:
+        state.scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
+    for optimizer in state.optimizers:
+        state.scaler.step(optimizer)
+        optimizer.zero_grad()
+    state.scaler.update()
+    state.step += 1
+    return mean_loss, norm
+
+
+def due(every, run):
+    """Whether what happens each `every` steps (0 = never) is due; after the last step, it is."""
+    step = run.state.step
+    return every > 0 and (step % every == 0 or step == run.cfg.max_steps)
+
+
+def train(run):
+    """Save, look at the model, take a step; until max_steps, or until a signal asks to stop."""
+    cfg, state = run.cfg, run.state
+    with run.background:  # however this block is left, a save under way is waited for
+        while True:
+            if due(cfg.save_every, run) or due(cfg.milestone_every, run):
+                save(run)  # first, so that an evaluation that fails costs no steps
+            if due(cfg.eval_every, run):
+                report_evaluation(run, "val", validation_loss(run), "val loss")
+            if due(cfg.hellaswag_every, run):
+                report_evaluation(run, "hella", hellaswag_accuracy(run), "HellaSwag acc_norm")
+            if due(cfg.sample_every, run):
+                print_samples(run)
+            if state.step == cfg.max_steps or run.stop.agreed:
+                break
+            start = time.perf_counter()
+            loss, norm = train_step(run)
+            report_step(run, loss, norm, start)
+        finish(run)
+
+
+# =============================================================================================
+# Part two, the armour: what a long run on real machines needs
+# =============================================================================================
+
+# ----------------------------------------------------------------------- processes and errors
+# torchrun starts one process per GPU. If one of them finds a mistake and the others go on, they
+# wait for it for ever. So processes agree on errors, and rank 0 tells them, in one line.
+class UserError(Exception):
+    """A mistake that its user can correct. The text is the one line that they are shown."""
+
+
+def rank():
+    return int(os.environ.get("RANK", 0))
+
+
+def world_size():
+    return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+
+
+def print0(text):
+    """Print from rank 0. That nobody reads it any more is no reason for a run to end."""
+    if rank() == 0:
+        try:
+            print(f"{text}\n", end="", flush=True)  # in one piece: the background prints too
+        except (OSError, ValueError):  # a closed pipe or a full disk: from now on to nowhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def gather(value):
+    """The values of all ranks, on every rank."""
+    values = [value] * world_size()
+    if world_size() > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def sum_over_ranks(tensor):
+    """The tensor, added up over all processes in place."""
+    if world_size() > 1:
+        dist.all_reduce(tensor)
+    return tensor
+
+
+def told_once(text):
+    """A UserError that all processes raise at the same point; rank 0 alone tells it."""
+    return UserError(text if rank() == 0 else "")
+
+
+@contextlib.contextmanager
+def all_ranks_agree():
+    """What goes wrong on any process in this block goes wrong on all of them at its end.
+
+    No collective operation may stand inside: the process that failed would not take part.
+    """
+    problem = None
+    try:
+        yield
+    except (UserError, OSError) as error:
+        problem = explain(error)
+        if problem is None:
+            raise
+    problems = [problem for problem in gather(problem) if problem]
+    if problems:
+        raise told_once(problems[0])
+
+
+def join_processes(cfg):
+    """Take this process's place among those that torchrun started. Returns its device."""
+    if "RANK" not in os.environ:
+        return pick_device(cfg.device, local_rank=0)
+    device = pick_device(cfg.device, int(os.environ.get("LOCAL_RANK", 0)))
+    # DDP imports this module late. The defaults of its functions (group=WORLD) would then hold
+    # the process group beyond its end, and gloo's threads could abort the interpreter's exit.
+    from torch.distributed import nn as _  # noqa: F401
+    try:
+        store, _, _ = next(dist.rendezvous("env://"))
+    except ValueError as e:
+        raise UserError(f"RANK is set, but {e}: use torchrun, or unset RANK.") from None
+    # torchrun's store outlives a restart; without a prefix of its own, a restarted process
+    # would find the addresses of those that died
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(backend="nccl" if gpu else "gloo", store=store, rank=rank(),
+                            world_size=world_size(), device_id=gpu)
+    return device
+
+
+def wrap_ddp(raw_model, cfg, device):
+    """raw_model in DDP, which averages gradients over processes while backward still runs."""
+    if world_size() == 1:
+        return raw_model
+    device_ids = [device.index] if device.type == "cuda" else None
+    ddp_model = DDP(raw_model, device_ids=device_ids, gradient_as_bucket_view=True)
+    if cfg.grad_comm == "bfloat16":
+        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+        # in a function of our own: with gloo DDP refuses the hook by its name, though it works
+        ddp_model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(None, bucket))
+    return ddp_model
+
+
+class StopRequest:
+    """Ctrl-C or SIGTERM: the step under way is finished and saved, then all processes end."""
+
+    def __init__(self, device):
+        self.device = device
+        self.received = False  # by this process
+        self.agreed = False    # by all processes, which then leave after the same step
+        signal.signal(signal.SIGINT, self.receive)
+        signal.signal(signal.SIGTERM, self.receive)
+
+    def receive(self, number, frame):
+        self.received = True
+
+    def flag(self):
+        """1.0 or 0.0, filled in on the device: a copy from the host would wait for it."""
+        return torch.full((), float(self.received), device=self.device)
+
+    def asked_of_anyone(self):
+        """Whether any process got a signal. All processes must ask at the same point."""
+        if world_size() == 1:
+            self.agreed = self.received
+        elif not self.agreed:
+            self.agreed = sum_over_ranks(self.flag()).item() > 0
+        return self.agreed
+
+
+def smaller_B(cfg):
+    """The next smaller B for the same total_batch_size, or None."""
+    smaller = [B for B in range(1, cfg.B) if cfg.total_batch_size % (B * cfg.T * world_size()) == 0]
+    return smaller[-1] if smaller else None
+
+
+def first_line(error):
+    """The first line of somebody else's error, to be put into one of ours."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".: ")
+
+
+def explain(error, cfg=None):
+    """The one line for an error that its user can do something about; None for a bug of ours."""
+    if isinstance(error, (UserError, hellaswag.HellaSwagError)):
+        return str(error)
+    if isinstance(error, OSError) and error.filename:
+        return (f"{error.filename} cannot be used ({error.strerror}): check the disk and the "
+                f"permissions, or change data or log_dir.")
+    if isinstance(error, KeyboardInterrupt):  # train() has handlers of its own
+        return "Stopped before the first step."
+    of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    if of_memory or re.search("can't allocate memory|out of memory", str(error)):  # CPU, MPS
+        B = smaller_B(cfg)
+        way_out = f"--B={B} trains the same model in less" if B else "lower --T or the model"
+        return f"Out of memory with B={cfg.B}: {way_out}."
+    if re.search("Connection (closed|reset) by peer", str(error)):
+        return f"Rank {rank()} lost another process, which said why."
+    return None
+
+
+# -------------------------------------------------------------------- device, dtype, compile
+# "auto" takes what is fast on this machine and says why in the first lines of a run. What was
+# asked for and cannot work is refused before anything is trained.
+def pick_device(name, local_rank):
+    """The torch.device of this process. "auto": its GPU, else MPS, else the CPU."""
+    if name == "auto":
+        mps = torch.backends.mps.is_available() and world_size() == 1  # gloo has no MPS tensors
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    try:
+        device = torch.device(name)
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", local_rank)
+        torch.ones(2, device=device).sum().item()  # runs: it exists, and torch has code for it
+    except (RuntimeError, AssertionError) as e:  # AssertionError: a torch built without CUDA
+        way_out = "take --device=auto or --device=cpu"
+        if "no kernel image" in str(e):
+            way_out = ("take --device=cpu, or a torch that has code for it: pip install torch "
+                       "--index-url https://download.pytorch.org/whl/cu126")
+        raise UserError(f'device="{name}" cannot be used by torch {torch.__version__} '
+                        f"({first_line(e)}): {way_out}.") from None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
+        warnings.filterwarnings("ignore", message="Please use the new API settings to control")
+    elif device.type == "cpu":
+        keep_freed_memory()
+    return device
+
+
+def keep_freed_memory():
+    """Have glibc's malloc keep freed memory instead of giving it back to the system.
+
+    Arrays above 32 MiB, such as logits, would otherwise come anew at every step, page by page:
+    a quarter of GPT-2 (124M)'s training step on a CPU.
+    """
+    if sys.platform == "linux":
+        M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # as in malloc.h
+        with contextlib.suppress(AttributeError):  # a C library without mallopt
+            ctypes.CDLL(None).mallopt(M_MMAP_MAX, 0)
+            ctypes.CDLL(None).mallopt(M_TRIM_THRESHOLD, -1)
+
+
+def cpu_has_bfloat16():
+    """Whether this CPU multiplies bfloat16 in hardware, at twice the speed of float32."""
+    if hasattr(torch.cpu, "get_capabilities"):  # in newer versions of torch
+        flags = [name for name, value in torch.cpu.get_capabilities().items() if value is True]
+    else:
+        path = Path("/proc/cpuinfo")  # on Linux
+        flags = path.read_text().split() if path.exists() else []
+    return "avx512_bf16" in flags or "amx_bf16" in flags
+
+
+def pick_dtype(cfg, device):
+    """The dtype of the matrix products, and the reason in words."""
+    if cfg.dtype != "auto":
+        return getattr(torch, cfg.dtype), "as asked"
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        gpu = f"compute capability {major}.{minor}"
+        if major >= 8:  # is_bf16_supported() is true for emulation too, which is slow
+            return torch.bfloat16, f"{gpu} has it in hardware"
+        if cfg.optimizer == "muon":
+            return torch.float32, f"{gpu} has no bfloat16, and Muon no loss scaling"
+        return torch.float16, f"with loss scaling; {gpu} has no bfloat16"
+    if device.type == "cpu" and cpu_has_bfloat16():
+        return torch.bfloat16, "this CPU has it in hardware"
+    return torch.float32, f"no bfloat16 known in this {device.type}'s hardware"
+
+
+def pick_compile(choice, device):
+    """Whether to use torch.compile, and the reason in words."""
+    if choice == "False":
+        return False, "as asked"
+    if choice == "auto" and device.type != "cuda":
+        return False, "auto compiles on CUDA only"
+    try:  # a toy shows whether a compiler and Triton are there, and whether they know this GPU
+        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
+        return True, "the first step takes a minute longer"
+    except Exception as e:  # compilers fail in any way; training can do without
+        reason = f"torch.compile does not work here ({first_line(e)})"
+    if choice == "auto":
+        return False, reason
+    raise UserError(f"{reason}: install a C++ compiler, for CUDA also Triton, "
+                    f"or take --compile=False.")
+
+
+def attention_kernel(gpt_config, device, dtype):
+    """Which attention torch chooses for this model: its backward pass has the name."""
+    shape = (1, gpt_config.n_head, gpt_config.block_size, gpt_config.n_embd // gpt_config.n_head)
+    q = torch.zeros(shape, device=device, dtype=dtype, requires_grad=True)
+    name = F.scaled_dot_product_attention(q, q, q, is_causal=True).grad_fn.name()
+    found = re.match(r"ScaledDotProduct(\w+?)Attention", name)
+    return found[1] if found else "unfused"
+
+
+# Dense 16-bit TFLOP/s. From NVIDIA's data sheets of these cards and, for RTX 3090, 4090 and 5090,
+# its architecture white papers (float32 accumulate); where they count sparsity, half. A10G: AWS
+PEAK_TFLOPS = {
+    "GB200": 2500, "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756,
+    "H100 NVL": 835, "H100": 989, "A100": 312, "A10G": 70, "A6000": 155, "L40S": 362, "L4": 121,
+    "RTX 6000 Ada": 364, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
+
+
+def peak_flops(device):
+    """The GPU's peak in FLOP/s, or None where it is not known."""
+    if device.type == "cuda":
+        words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device)))
+        for name, tflops in PEAK_TFLOPS.items():
+            if words.issuperset(name.split()):
+                return tflops * 1e12
+    return None
+
+
+def describe_device(device):
+    if device.type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name(device)})"
+    return f"{device.type} ({torch.get_num_threads()} threads)"
+
+
+def flops_per_token(raw_model, T):
+    """Forward and backward: 6 N + 12 * layers * width * context (PaLM, appendix B)."""
+    c = raw_model.config
+    N = raw_model.num_params() - raw_model.transformer.wpe.weight.numel()
+    return 6 * N + 12 * c.n_layer * c.n_embd * T
+
+
+# ------------------------------------------------------------------ opening and checking data
+# A damaged shard, tokens of another vocabulary or text in another encoding would train a bad
+# model without a word. They are refused before the first step, each by its name.
+def get_encoding(name):
+    """tiktoken's "gpt2", or "bytes": every byte is a token, and <|endoftext|>."""
+    if name == "bytes":
+        return tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,128})",
+                                 mergeable_ranks={bytes([i]): i for i in range(256)},
+                                 special_tokens={"<|endoftext|>": 256})
+    try:
+        return tiktoken.get_encoding("gpt2")
+    except (OSError, ValueError) as e:  # the download failed, or came damaged
+        raise UserError(f"The GPT-2 vocabulary is not available ({type(e).__name__}): go online "
+                        f"once, point TIKTOKEN_CACHE_DIR at it, or use --encoding=bytes.") from None
+
+
+BEFORE_WORD = re.compile(r"[^\S\x1c-\x1f](?=[\S\x1c-\x1f])")  # \s as tiktoken has it
+
+
+def encode(encoding, text):
+    """Token ids of a text, as encoding.encode_ordinary() has them.
+
+    tiktoken panics at 999,999 whitespace characters in a row that a word follows. So a long text
+    is encoded in parts, cut before a whitespace character before a word: there GPT-2's pattern
+    begins a token in any case, and the ids stay those of the whole text.
+    """
+    ids, start = [], 0
+    while start < len(text):
+        cut = BEFORE_WORD.search(text, start + 500_000)
+        end = cut.start() if cut else len(text)
+        ids += encoding.encode_ordinary(text[start:end])
+        start = end
+    return ids
+
+
 def padded(n_vocab):
-    return math.ceil(n_vocab / VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    """n_vocab rounded up to a multiple of 128: even tiles for a GPU's matrix units."""
+    return math.ceil(n_vocab / 128) * 128
+
+
+def open_shard(shard, length=None):
+    """A .npy file memory-mapped, (N,) uint16; an array as it is. length: what N must be."""
+    if not isinstance(shard, Path):
+        return shard
+    if not shard.is_file():  # a FIFO would be waited for
+        raise UserError(f"{shard} is missing or not a file: put it back, or change data.")
+    try:
+        tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
+    except OSError:
+        raise
+    except Exception as e:  # a damaged header may set off anything in NumPy's parser
+        raise UserError(f"{shard} is not a whole .npy file ({first_line(e)}): delete it and run "
+                        f"fineweb.py again.") from None
+    if getattr(tokens, "dtype", None) != np.uint16 or tokens.ndim != 1:
+        kind = f"{getattr(tokens, 'dtype', 'several')} {getattr(tokens, 'shape', 'arrays')}"
+        raise UserError(f"{shard} holds {kind}, not one 1-D uint16 array: delete it and run "
+                        f"fineweb.py again.")
+    if length is not None and len(tokens) != length:
+        raise UserError(f"{shard} was replaced: it had {length:,} tokens when the run began and "
+                        f"has {len(tokens):,}. Put it back and start the same command again.")
+    return tokens
+
+
+def read_ahead(shards):
+    """Have the kernel fetch shards before they are read, in a thread, as it may be slow.
+
+    On a network disk each page that is missing costs milliseconds, and a batch has many.
+    """
+    def announce():
+        for shard in shards:
+            if isinstance(shard, Path):
+                with contextlib.suppress(OSError), open(shard, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
+    if hasattr(os, "posix_fadvise"):  # not on macOS and Windows
+        threading.Thread(target=announce, daemon=True).start()
+
+
+def check_ids(tokens, n_vocab, shard):
+    worst = int(tokens.max(initial=0))
+    if worst >= n_vocab:
+        name = shard.name if isinstance(shard, Path) else "The text"
+        raise UserError(f"{name} holds token {worst}, but the encoding has {n_vocab}: "
+                        f"it was made with another --encoding, or is damaged.")
+
+
+def check_shards(loader):
+    """Look at 200 M token ids, spread over the shards. Returns the data's fingerprint.
+
+    A run is resumed on the same data only: the same names, lengths and first 4,096 ids.
+    """
+    seen = []
+    for shard, length in zip(loader.shards, loader.lengths):
+        tokens = open_shard(shard, length)
+        check_ids(tokens[:200_000_000 // len(loader.shards)], loader.n_vocab, shard)
+        is_file = isinstance(shard, Path)
+        name = shard.name if is_file else f"text #{zlib.crc32(shard):08x}"
+        seen.append((name, length, zlib.crc32(tokens[:4096])))
+    crc = zlib.crc32(repr(seen).encode())
+    return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
+
+
+def find_data(path, encoding):
+    """Shards to train on and to validate on; a text keeps its last tenth for validation."""
+    if path.is_dir():
+        train, val = sorted(path.glob("*_train_*.npy")), sorted(path.glob("*_val_*.npy"))
+        if train and val:
+            return train, val
+        raise UserError(f"{path}/ holds no shards named *_{'val' if train else 'train'}_*.npy: "
+                        f"run fineweb.py --local_dir={path}, or point --data elsewhere.")
+    if not path.is_file():
+        raise UserError(f"There is no data at {path}: run fineweb.py, or point --data at a "
+                        f"folder of shards or at a text file.")
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 text (byte {e.start}): convert it, or point "
+                        f"--data elsewhere.") from None
+    tokens = np.array(encode(encoding, text), dtype=np.uint16)
+    cut = int(len(tokens) * 0.9)
+    return [tokens[:cut]], [tokens[cut:]]
+
+
+def open_data(cfg, encoding):
+    """The loaders of training and of validation rows."""
+    train_shards, val_shards = find_data(Path(cfg.data), encoding)
+    train_loader = DataLoaderLite(train_shards, cfg.T, seed=cfg.seed, shuffle=cfg.shuffle,
+                                  n_vocab=encoding.n_vocab)
+    val_loader = DataLoaderLite(val_shards, cfg.T, n_vocab=encoding.n_vocab)
+    found = (train_loader.rows_per_epoch, val_loader.rows_per_epoch)
+    needed = (cfg.total_batch_size // cfg.T, 1)
+    if found[0] < needed[0] or found[1] < needed[1]:
+        raise UserError(f"{cfg.data} has {found} rows of T={cfg.T} tokens to train and validate "
+                        f"on, fewer than the {needed} needed: lower --T or --total_batch_size, "
+                        f"or give more text.")
+    return train_loader, val_loader
+
+
+# ---------------------------------------------------------------- checkpoints, the log folder
+# A run may be killed at any moment, the disk may fill up, a file may be damaged. So files are
+# written whole or not at all, verified, and an earlier run's results are never overwritten.
+def write_whole(path, write, verify=None):
+    """write(file) under a temporary name, flush it to the disk, verify(its path), rename it."""
+    part = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
+    try:
+        with open(part, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if verify:
+            verify(part)
+        os.replace(part, path)
+    except (OSError, RuntimeError) as e:
+        cause = e if isinstance(e, OSError) else e.__context__  # torch hides that a disk is full
+        if isinstance(cause, OSError):
+            raise OSError(cause.errno, cause.strerror, str(path)) from None
+        raise
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def read_checkpoint(path, verify=True):
+    """The content of a .pt of ours, memory-mapped, on the CPU.
+
+    No code that it may hold is run. verify: compare its checksums, which torch ignores.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:  # torch's format
+            if any(info.compress_type != zipfile.ZIP_STORED for info in archive.infolist()):
+                raise ValueError("it was compressed, which torch does not notice")
+            wrong = archive.testzip() if verify else None
+            if wrong:
+                raise ValueError(f"wrong checksum of {wrong}")
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        missing = {"step", "model", "gpt_config", "encoding"} - content.keys()
+        if missing:
+            raise ValueError(f"it has no {min(missing)}")
+    except Exception as e:  # a broken or foreign file may set off anything in zipfile and torch
+        raise UserError(f"{path} is damaged, or not a .pt of ours ({first_line(e)}): use another "
+                        f"one.") from None
+    return content
+
+
+def model_from(content):
+    """The GPT in a .pt of ours."""
+    gpt_config = dict(content["gpt_config"])
+    if not gpt_config.pop("tied", True):  # in files of earlier versions
+        raise UserError("A .pt whose lm_head has weights of its own is no longer supported.")
+    raw_model = GPT(GPTConfig(**gpt_config))
+    raw_model.load_state_dict(content["model"])
+    return raw_model
+
+
+def checkpoint_paths(folder, kind="checkpoint"):
+    """[(step, path)] of a folder's checkpoints, or of its milestones ("model"); newest first."""
+    found = []
+    for path in Path(folder).glob(f"{kind}_*.pt"):
+        step = path.stem.removeprefix(f"{kind}_")
+        if step.isdecimal():
+            found.append((int(step), path))
+    return sorted(found, reverse=True)
+
+
+def newest_checkpoint(folder):
+    """Path of the newest whole checkpoint, or None. Names the damaged ones."""
+    paths = checkpoint_paths(folder)
+    for _, path in paths:
+        try:
+            if "optimizers" in read_checkpoint(path):
+                return path
+            print0(f"{path} is damaged: it holds weights alone. Trying the one before it.")
+        except UserError as e:
+            print0(f"{e} Trying the one before it.")
+    if paths:
+        raise UserError(f"No checkpoint in {folder}/ is whole: put a good one there, or start "
+                        f"anew with --resume=False.")
+    return None
+
+
+# A run may continue with other values of these: they change speed, place or what is watched
+FREE_TO_CHANGE = {
+    "B", "eval_every", "val_tokens", "hellaswag_every", "sample_every", "sample_prompt",
+    "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
+    "milestone_every", "resume", "device", "dtype", "compile", "grad_comm"}
+
+
+def load_checkpoint(path, cfg, fingerprint):
+    """The content of a verified checkpoint. Raises UserError if it is of another training."""
+    if not path.exists():  # rank 0 has verified it
+        raise UserError(f"{path} is not seen by every process: log_dir must be on a disk that "
+                        f"all machines share.")
+    saved = read_checkpoint(path, verify=False)
+    before = saved["constants"] | {"data": saved["fingerprint"]}
+    now = asdict(cfg) | {"data": fingerprint}
+    changed = []
+    for name in sorted(now.keys() & before.keys() - FREE_TO_CHANGE):
+        if before[name] != now[name]:
+            changed.append(f"{name} was {before[name]!r}, is {now[name]!r}")
+    if changed:
+        raise UserError(f"The run in {cfg.log_dir}/ was made with other constants: "
+                        f"{'; '.join(changed)}. Put them back, or take another --log_dir, "
+                        f"or set that run aside with --resume=False.")
+    return saved
+
+
+class RunFolder:
+    """log_dir and what is in it. Rank 0 of one run at a time owns it."""
+    RESULTS = ("checkpoint_*.pt", "model_*.pt", "log.txt", "run.json", "curves.png", "hf")
+
+    def __init__(self, cfg):
+        from filelock import FileLock, Timeout  # torch depends on it
+        self.path = Path(cfg.log_dir)
+        self.path.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(self.path / ".lock")
+        try:
+            self.lock.acquire(timeout=0)  # the system frees it, however this process ends
+        except Timeout:
+            raise UserError(f"Another run is using {self.path}/: wait for its end, or take "
+                            f"another --log_dir.") from None
+        for part in self.path.glob("*.pt.part"):  # of saves that a kill cut short
+            part.unlink()
+
+    def find_checkpoint(self, cfg):
+        """(path of the checkpoint to continue from or None, whether its run is finished)."""
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # after a crash
+        path = newest_checkpoint(self.path) if cfg.resume or restarted else None
+        if path is None:
+            return None, False
+        saved = read_checkpoint(path, verify=False)
+        if saved["constants"]["data"] == QUICK_START["data"] != cfg.data:
+            return None, False  # the quick start is over: begin() sets it aside
+        kept = self.path / f"model_{cfg.max_steps:05d}.pt"  # what a run writes last of all
+        return path, kept.exists() and saved["step"] >= cfg.max_steps
+
+    def begin(self, cfg, banner, step):
+        """Set an earlier run aside, note this start in run.json, open log.txt."""
+        if step == 0:
+            self.set_aside()
+        self.describe_run(cfg, banner, step)
+        self.open_log(step)
+
+    def set_aside(self):
+        """Move the results of an earlier run into before_<n>/; a start without a step has none."""
+        results = [path for pattern in self.RESULTS for path in self.path.glob(pattern)]
+        only_begun = {path.name for path in results} <= {"log.txt", "run.json"}
+        if only_begun and not read_log(self.path)["train"]:
+            return
+        n = 1
+        while (self.path / f"before_{n}").exists():
+            n += 1
+        aside = self.path / f"before_{n}"
+        aside.mkdir()
+        for path in results:
+            path.rename(aside / path.name)
+        print0(f"the earlier results in {self.path}/ are now in {aside}/")
+
+    def describe_run(self, cfg, banner, step):
+        """run.json: the constants, and for each start what was run with what, and when."""
+        path, starts = self.path / "run.json", []
+        if step > 0:
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                starts = list(json.loads(path.read_text())["starts"])
+        starts.append({"time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "step": step,
+                       "command": sys.argv, "processes": world_size(), "commit": git_commit(),
+                       "versions": versions(), "said": banner})
+        text = json.dumps({"constants": asdict(cfg), "starts": starts}, indent=2)
+        write_whole(path, lambda file: file.write(text.encode()))
+
+    def open_log(self, step):
+        """Open log.txt, without the lines from `step` on and without a line cut short."""
+        self.lines, path = [], self.path / "log.txt"
+        if path.exists():
+            for line in path.read_bytes().splitlines(keepends=True):
+                if re.fullmatch(rb"\d+ \w+ \S+\n", line) and int(line.split()[0]) < step:
+                    self.lines.append(line)
+        self.rewrite_log()
+
+    def rewrite_log(self):
+        path = self.path / "log.txt"
+        write_whole(path, lambda file: file.writelines(self.lines))
+        self.log_file = open(path, "ab", buffering=0)
+
+    def log(self, step, stream, value):
+        """A line in log.txt, there at once, since people tail it."""
+        self.lines.append(f"{step} {stream} {value:.6f}\n".encode())
+        with contextlib.suppress(OSError):  # sync_log() writes what a full disk refuses now
+            self.log_file.write(self.lines[-1])
+
+    def sync_log(self):
+        """Have all lines on the disk: log.txt must never be behind a checkpoint."""
+        path = self.path / "log.txt"
+        if not path.exists() or path.stat().st_size < sum(map(len, self.lines)):
+            self.rewrite_log()
+        os.fsync(self.log_file.fileno())
+
+
+def save(run):
+    """Begin to save the state as it is now; rank 0 writes it in the background.
+
+    Training waits only until the state is copied into host memory: 1.5 GB for the 124M. The
+    copy's memory is kept for the next one.
+    """
+    flush_reports(run)  # ends the run here if the last loss is not finite
+    if rank() != 0 or run.state.step == run.saved_step:
+        return
+    wait_for_save(run)
+    content = checkpoint_content(run)
+    try:
+        content = copy_to_host(content, run.host_copies)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        run.saving = run.background.submit(write_checkpoint, run, content)
+    except (RuntimeError, MemoryError):  # no memory for the copy: training waits for the disk
+        run.host_copies.clear()
+        run.saving = run.background.submit(write_checkpoint, run, content)
+        run.saving.exception()
+    run.saved_step = run.state.step
+
+
+def wait_for_save(run):
+    """Wait for the save under way. Returns None, or why it failed."""
+    problem = run.saving.result() if run.saving else None
+    run.saving = None
+    if problem:
+        run.saved_step = None
+    return problem
+
+
+def copy_to_host(content, copies):
+    """content with its tensors copied into those of `copies`, each storage once."""
+    if isinstance(content, dict):
+        return {key: copy_to_host(value, copies) for key, value in content.items()}
+    if isinstance(content, list):
+        return [copy_to_host(value, copies) for value in content]
+    if not torch.is_tensor(content):
+        return content
+    key = (content.data_ptr(), content.shape)
+    if key not in copies:
+        copies[key] = torch.empty_like(content, device="cpu", pin_memory=content.is_cuda)
+    return copies[key].copy_(content, non_blocking=True)
+
+
+def checkpoint_content(run):
+    """Plain tensors and plain values, which torch.load(weights_only=True) reads."""
+    return run.state.state_dict() | {
+        "encoding": run.cfg.encoding, "constants": asdict(run.cfg), "versions": versions(),
+        "fingerprint": run.fingerprint}
+
+
+def write_checkpoint(run, content):
+    """In the background: write, verify, rename. Returns None, or why it failed."""
+    folder, cfg, step, start = run.folder, run.cfg, content["step"], time.perf_counter()
+    path = folder.path / f"checkpoint_{step:05d}.pt"
+    try:
+        for name, tensor in content["model"].items():
+            if not tensor.isfinite().all():
+                raise UserError(f"{name} is not finite")
+        folder.sync_log()
+        write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
+        if cfg.milestone_every and step % cfg.milestone_every == 0 and step < cfg.max_steps:
+            write_weights(folder, content)
+        older = [path for saved, path in checkpoint_paths(folder.path) if saved <= step]
+        for old in older[2:]:  # two are kept, in case the newest turns out to be damaged
+            old.unlink()
+    except (OSError, UserError) as e:
+        print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. The last checkpoint in "
+               f"{folder.path}/ is still there; make room before the next one.")
+        return first_line(e)
+    print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
+    return None
+
+
+def write_weights(folder, content):
+    """model_<step>.pt, kept for good: a checkpoint without what only training needs."""
+    content = {k: v for k, v in content.items() if k not in ("optimizers", "scaler")}
+    path = folder.path / f"model_{content['step']:05d}.pt"
+    write_whole(path, lambda file: torch.save(content, file))
+
+
+def finish(run):
+    """End the run: save it, and after the last step export it."""
+    flush_reports(run)
+    cfg, step = run.cfg, run.state.step
+    with all_ranks_agree():
+        if rank() == 0:
+            save(run)
+            problem = wait_for_save(run)
+            if problem:
+                raise UserError(f"Step {step} could not be saved in {cfg.log_dir}/ ({problem}): "
+                                f"make room, and start the same command again.")
+            if not run.stop.agreed:
+                export_at_end(run)
+                write_weights(run.folder, checkpoint_content(run))
+    if run.stop.agreed:
+        print0(f"Stopped by a signal after {step} steps; the same command continues there.")
+    else:
+        print0(f"Done. To see what it writes: python train_gpt2.py --sample=3 "
+               f"--log_dir={cfg.log_dir}")
+
+
+# -------------------------------------------------------------------------------- log, curves
+# log.txt is for notebooks, stdout for people, curves.png for a glance at both. None of them
+# makes the GPU wait, and a picture is never the reason why a run ends.
+def report_step(run, loss, norm, start):
+    """Report the step that was launched at time `start`; loss and norm are on the device.
+
+    To read a number from a GPU is to wait until it is computed, and a GPU with nothing else to
+    do idles meanwhile. So on a GPU each step is reported when the next one was launched.
+    """
+    numbers = sum_over_ranks(torch.stack((loss, norm, run.stop.flag())))
+    numbers = numbers.to("cpu", non_blocking=True)
+    computed = None
+    if run.device.type == "cuda":
+        computed = torch.cuda.Event()
+        computed.record()
+    run.unreported.append((run.state.step - 1, start, numbers, computed))
+    flush_reports(run, keep=1 if computed else 0)
+
+
+def flush_reports(run, keep=0):
+    """Report all steps that were launched but for the last `keep`."""
+    while len(run.unreported) > keep:
+        step, start, numbers, computed = run.unreported.pop(0)
+        if computed:
+            computed.synchronize()
+        loss, norm, stops = (numbers / world_size()).tolist()
+        run.stop.agreed = run.stop.agreed or stops > 0
+        bad_norm = not math.isfinite(norm) and not run.state.scaler.is_enabled()
+        if bad_norm or not math.isfinite(loss):
+            raise told_once(f"The loss of step {step} is {loss} and its gradient's norm {norm}: "
+                            f"look at the data, or start anew with a lower --max_lr in another "
+                            f"--log_dir. What was saved is still there.")
+        run.step_ends.append(time.perf_counter())
+        report(run, "train", loss, step_line(run, step, loss, norm, start), step)
+
+
+def step_line(run, step, loss, norm, start):
+    """What stdout says about a step."""
+    cfg, ends = run.cfg, run.step_ends
+    seconds = per_step = ends[-1] - start
+    if len(ends) > 1:  # without the first step, which may have waited for compilation
+        seconds = ends[-1] - max(start, ends[-2])
+        per_step = (ends[-1] - ends[0]) / (len(ends) - 1)
+    left = datetime.timedelta(seconds=round(per_step * (cfg.max_steps - step - 1)))
+    rate, mfu = cfg.total_batch_size / seconds, ""
+    if peak_flops(run.device):
+        flops = rate * flops_per_token(run.state.raw_model, cfg.T) / world_size()
+        mfu = f" mfu {flops / peak_flops(run.device):.0%}"
+    return (f"loss {loss:.4f} lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "
+            f"{rate:,.0f} tok/s{mfu} {left} left")
+
+
+def report(run, stream, value, text, step=None):
+    """A line in log.txt for notebooks, and a richer one on stdout for people."""
+    step = run.state.step if step is None else step
+    if run.folder:
+        run.folder.log(step, stream, value)
+    print0(f"{step:5d}/{run.cfg.max_steps} {text}")
+
+
+def report_evaluation(run, stream, value, label):
+    """The same, and the curves; value: None if it was not evaluated to the end."""
+    if value is not None:
+        report(run, stream, value, f"{label} {value:.4f}")
+        if run.folder:
+            run.background.submit(draw_curves_if_possible, run.folder.path)
+
+
+def read_log(folder):
+    """{stream: [(step, value), ...]} of the log.txt in a folder."""
+    streams, path = defaultdict(list), Path(folder, "log.txt")
+    text = path.read_text() if path.exists() else ""
+    for step, stream, value in re.findall(r"^(\d+) (\w+) (\S+)\n", text, re.MULTILINE):
+        streams[stream].append((int(step), float(value)))
+    return streams
+
+
+def draw_curves(folder):
+    """<folder>/curves.png of a running or finished run: losses and HellaSwag against tokens."""
+    from matplotlib.figure import Figure  # not pyplot: no display, no global state
+    from matplotlib.ticker import EngFormatter
+    constants = json.loads(Path(folder, "run.json").read_text())["constants"]
+    streams = read_log(folder)
+    panels = 2 if streams["hella"] else 1
+    figure = Figure(figsize=(6 * panels, 4.5), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+
+    def plot(axis, stream, label, **style):
+        if streams[stream]:
+            steps, values = np.array(streams[stream]).T
+            axis.plot(steps * constants["total_batch_size"], values, markersize=3,
+                      label=f"{label}, now {values[-1]:.3f}", **style)
+
+    def to_beat(axis, value, label, linestyle="--"):
+        axis.axhline(value, color="gray", linestyle=linestyle, label=f"{label}: {value}")
+
+    axes[0].set(title="Loss", ylabel="nats per token")
+    plot(axes[0], "train", "training", alpha=0.4)
+    plot(axes[0], "val", "validation", marker="o")
+    if constants["encoding"] == "gpt2":  # losses of other encodings do not compare
+        to_beat(axes[0], 3.2924, "GPT-2 124M, validation")
+    if streams["hella"]:
+        axes[1].set(title="HellaSwag", ylabel="acc_norm (chance is 0.25)")
+        plot(axes[1], "hella", "HellaSwag", marker="o")
+        to_beat(axes[1], 0.2945, "GPT-2 124M")
+        to_beat(axes[1], 0.337, "GPT-3 124M", linestyle=":")  # Brown et al. 2020, table H.1
+    for axis in axes:
+        axis.set(xlabel="tokens seen", xlim=(0, None))
+        axis.xaxis.set_major_formatter(EngFormatter())  # 500 k, 2 M, 10 G
+        axis.grid(alpha=0.3)
+        if axis.get_lines():
+            axis.legend()
+    write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=100))
+
+
+def draw_curves_if_possible(folder):
+    """In the background; matplotlib is optional, and may fail in any way."""
+    try:
+        draw_curves(folder)
+    except ImportError:
+        pass
+    except Exception as e:
+        print0(f"no curves.png this time: {type(e).__name__} {first_line(e)}")
+
+
+def versions():
+    return {"python": platform.python_version(), "torch": str(torch.__version__),
+            "numpy": np.__version__, "tiktoken": tiktoken.__version__}
+
+
+def git_commit():
+    """The commit of this file, with "-dirty" if files were changed since; None outside git."""
+    command = ["git", "-C", str(Path(__file__).resolve().parent), "describe", "--always",
+               "--dirty", "--abbrev=40", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout.strip() or None
+
+
+# ---------------------------------------------------------------------- samples and HellaSwag
+# Both look at the model and change nothing about its training: samples draw from generators of
+# their own, and neither runs the compiled model, which every new shape would compile anew.
+def printable(text):
+    """text with control characters, which could confuse a terminal, escaped."""
+    def shown(c):
+        return c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode()
+    return "".join(map(shown, text))
+
+
+def sample_text(raw_model, encoding, cfg, seed):
+    """sample_prompt and how the model continues it."""
+    device = next(raw_model.parameters()).device
+    prompt = encode(encoding, cfg.sample_prompt) or [encoding.eot_token]
+    tokens = raw_model.generate(
+        torch.tensor([prompt], device=device), cfg.sample_tokens, temperature=cfg.temperature,
+        top_k=cfg.top_k or None, generator=torch.Generator(device).manual_seed(seed))
+    text = encoding.decode_bytes(tokens[0].tolist())
+    return printable(text.decode("utf-8", errors="backslashreplace"))
+
+
+def print_samples(run):
+    """One sample from each process, printed whole and in order by rank 0."""
+    step = run.state.step
+    untrained = step == 0 and run.cfg.init_from == "scratch"
+    if untrained or run.stop.agreed:
+        return
+    seed = hash((run.cfg.seed, step, rank())) % 2**63
+    with run.autocast():
+        text = sample_text(run.state.raw_model, run.encoding, run.cfg, seed)
+    for number, sample in enumerate(gather(text)):
+        print0(f"--- sample of rank {number} at step {step} ---\n{sample}\n---")
+
+
+def load_hellaswag(cfg, raw_model):
+    """HellaSwag's questions, ready to be scored; if it is off, None, and rank 0 says why."""
+    if not cfg.hellaswag_every:
+        return None
+    examples, reason = None, None
+    if cfg.encoding != "gpt2":
+        reason = f"its questions need encoding=gpt2, not {cfg.encoding}"
+    elif rank() == 0:  # one process fetches them for all
+        try:
+            examples = list(hellaswag.iterate_examples("val"))
+        except hellaswag.HellaSwagError as e:
+            reason = str(e)
+    if reason:
+        print0(f"{'HellaSwag':<10} off: {reason}")
+    examples = gather(examples)[0]
+    return hellaswag.prepare(examples, raw_model) if examples else None
+
+
+def hellaswag_accuracy(run):
+    """acc_norm of the model as it is; None if HellaSwag is off or a stop was asked for."""
+    if run.hellaswag is None or run.stop.agreed:
+        return None
+    with run.autocast():
+        score = hellaswag.evaluate(run.state.raw_model, run.hellaswag,
+                                   stop=run.stop.asked_of_anyone)
+    return score.acc_norm if score else None
+
+
+def sample_only(cfg, device):
+    """--sample=N: print N samples of the newest weights. Nothing is trained or locked."""
+    check_config(cfg)
+    raw_model, encoding = weights_to_sample(cfg)
+    raw_model.to(device)
+    dtype, _ = pick_dtype(cfg, device)
+    for i in range(cfg.sample):
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            text = sample_text(raw_model, encoding, cfg, seed=cfg.seed + i)
+        print0(text if i == 0 else f"---\n{text}")
+
+
+def weights_to_sample(cfg):
+    """(GPT, its encoding) of init_from, or of the newest .pt in log_dir."""
+    name = newest_weights(cfg.log_dir) if cfg.init_from == "scratch" else cfg.init_from
+    raw_model = load_weights(name)
+    if name.endswith(".pt"):
+        return raw_model, get_encoding(read_checkpoint(name, verify=False)["encoding"])
+    encoding = get_encoding("bytes" if raw_model.config.n_vocab == 257 else "gpt2")
+    check_tokenizer(name, encoding)
+    return raw_model, encoding
+
+
+def newest_weights(folder):
+    """Path of the newest whole .pt in a folder, a checkpoint or a milestone."""
+    paths = checkpoint_paths(folder) + checkpoint_paths(folder, "model")
+    for _, path in sorted(paths, reverse=True):
+        with contextlib.suppress(UserError):  # damaged, or just deleted by a run that trains
+            read_checkpoint(path)
+            return str(path)
+    raise UserError(f"There are no weights in log_dir={folder}: train first, or name some with "
+                    f"--init_from.")
+
+
+# ------------------------------------------------------------------------------- Hugging Face
+# Weights come in from transformers' GPT-2 and go out to it. What would compute otherwise than
+# our model is refused in a line; an export replaces an older one only when it is complete.
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) there, (out, in) here
 
 
 def quiet_transformers():
-    """The module without its notices and progress bars; what goes wrong, our own errors say in a line."""
+    """The package without its notices and progress bars: what is wrong, we say in a line."""
     import huggingface_hub
     import transformers
     huggingface_hub.utils.logging.set_verbosity_error()
@@ -348,30 +1553,98 @@ def quiet_transformers():
     return transformers
 
 
+def load_hugging_face(name):
+    """The GPT in a Hugging Face folder or repository."""
+    hf = read_hugging_face(name)
+    c, source = hf.config, hf.state_dict()
+    raw_model = GPT(GPTConfig(
+        block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
+        n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
+    with torch.no_grad():
+        for key, p in raw_model.state_dict().items():
+            weight = source[key].t() if key.endswith(TRANSPOSED) else source[key]
+            p[:len(weight)] = weight  # the embedding alone has more rows here: the padding
+    return raw_model
+
+
 def read_hugging_face(name):
-    """transformers' GPT2LMHeadModel. Raises UserError for whatever is no whole GPT-2."""
+    """transformers' GPT2LMHeadModel, if it is one that computes what our GPT does."""
+    ours = {"model_type": "gpt2", "activation_function": "gelu_new", "layer_norm_epsilon": 1e-5,
+            "n_inner": None, "scale_attn_weights": True, "tie_word_embeddings": True,
+            "scale_attn_by_inverse_layer_idx": False}
     try:
         transformers = quiet_transformers()
-        c = transformers.AutoConfig.from_pretrained(name)
-        hf, info = None, {}
-        if c.model_type == "gpt2":
-            hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True,
-                                                                    ignore_mismatched_sizes=True)
-    except Exception as e:  # there is no list of what a foreign or broken file, or a network, may set off in there
-        reason = " ".join(f"{type(e).__name__} {e}".split())
-        raise UserError(f'init_from="{name}" can\'t be loaded ({reason[:160]}): give a Hugging '
-                        f"Face folder, go online (HF_ENDPOINT names a mirror), or --init_from=scratch.") from None
-    for key, ours in (("model_type", "gpt2"), ("activation_function", "gelu_new"), ("layer_norm_epsilon", 1e-5),
-                      ("n_inner", None), ("scale_attn_weights", True), ("scale_attn_by_inverse_layer_idx", False)):
-        theirs = getattr(c, key)
-        if theirs != ours and not (key == "n_inner" and theirs == 4 * c.n_embd):
-            raise UserError(f"{name} is not a GPT-2: its config.json says {key}={theirs}, not {ours}.")
-    wrong = [key[0] if isinstance(key, tuple) else key for key in info["mismatched_keys"]]
-    for what, keys in (("of another shape than its config.json says", wrong), ("missing", info["missing_keys"])):
-        if keys:
-            more = f" and {len(keys) - 12} more" if len(keys) > 12 else ""
-            raise UserError(f"{name} is not a whole GPT-2; {what}: {', '.join(sorted(keys)[:12])}{more}.")
+        c = transformers.AutoConfig.from_pretrained(name, trust_remote_code=False)
+        differing = [key for key, value in ours.items() if getattr(c, key, None) != value]
+        if "n_inner" in differing and c.n_inner == 4 * c.n_embd:
+            differing.remove("n_inner")
+        if differing:
+            key = differing[0]
+            raise UserError(f"{name} is not a GPT-2 like ours: its config.json says "
+                            f"{key}={getattr(c, key, None)}, not {ours[key]}.")
+        hf, info = transformers.GPT2LMHeadModel.from_pretrained(
+            name, output_loading_info=True, ignore_mismatched_sizes=True)
+    except UserError:
+        raise
+    except Exception as e:  # foreign files and networks may set off anything in there
+        raise UserError(f'init_from="{name}" cannot be loaded ({first_line(e)}): give a Hugging '
+                        f"Face folder, go online (HF_ENDPOINT names a mirror), "
+                        f"or take --init_from=scratch.") from None
+    wrong = [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]]
+    wrong = sorted([*wrong, *info["missing_keys"]])
+    if wrong:
+        more = f" and {len(wrong) - 12} more" if len(wrong) > 12 else ""
+        raise UserError(f"{name} is not a whole GPT-2: missing, or of another shape than its "
+                        f"config.json says: {', '.join(wrong[:12])}{more}.")
     return hf
+
+
+def check_tokenizer(name, encoding):
+    """Raise UserError if a Hugging Face folder has a tokenizer that is not `encoding`."""
+    probe = "Hello, I'm a language model: naïve 日本, 1234\n\n  x"
+    try:
+        tokenizer = quiet_transformers().AutoTokenizer.from_pretrained(
+            name, trust_remote_code=False)
+        tokens = tokenizer.encode(probe, add_special_tokens=False)
+    except Exception:  # it has none, or one that nothing here can read
+        return
+    # where there is none, newer versions of transformers make an empty one
+    if len(tokenizer) > 1 and tokens != encode(encoding, probe):
+        raise UserError(f"{name} has a tokenizer of its own, other than encoding="
+                        f"{encoding.name}: its weights know other tokens.")
+
+
+def save_hugging_face(raw_model, folder, encoding=None):
+    """Write config.json, model.safetensors, generation_config.json; with encoding a tokenizer.
+
+    Files of these names are replaced once all new ones are whole. Needs `transformers`.
+    """
+    transformers = quiet_transformers()
+    c, end_of_text = raw_model.config, raw_model.config.n_vocab - 1  # the last id
+    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
+        n_embd=c.n_embd, bos_token_id=end_of_text, eos_token_id=end_of_text,
+        pad_token_id=end_of_text))
+    if c.block_size <= 256:  # a pipeline's default of 256 new tokens is beyond this context
+        hf.generation_config.max_length = c.block_size
+    weights = {}
+    for key, weight in raw_model.state_dict().items():
+        if key in ("transformer.wte.weight", "lm_head.weight"):
+            weight = weight[:c.n_vocab]
+        weights[key] = weight.t().contiguous() if key.endswith(TRANSPOSED) else weight
+    hf.load_state_dict(weights)
+    folder, part = Path(folder), Path(f"{Path(folder)}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        hf.save_pretrained(part, max_shard_size="50GB")  # in one file
+        if encoding:
+            hugging_face_tokenizer(encoding, c.block_size).save_pretrained(part)
+    except Exception as e:  # safetensors and tokenizers have errors of their own for a full disk
+        raise (OSError(0, first_line(e), part) if "os error" in str(e).lower() else e) from None
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in part.iterdir():
+        os.replace(file, folder / file.name)
+    part.rmdir()
 
 
 def hugging_face_tokenizer(encoding, context):
@@ -379,899 +1652,182 @@ def hugging_face_tokenizer(encoding, context):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GPT2TokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
-    letters = bytes_to_unicode()  # a printable character for each byte: how these files spell tokens
-    ids = {"".join(letters[b] for b in encoding.decode_single_token_bytes(i)): i for i in range(encoding.eot_token)}
-    # of all neighbours that make a token, tiktoken joins those that make the lowest id first
-    merges = [(t[:i], t[i:]) for t in ids for i in range(1, len(t)) if t[:i] in ids and t[i:] in ids]
+    letters = bytes_to_unicode()  # a printable letter for each byte: how these files spell
+    ids = {}
+    for i in range(encoding.eot_token):
+        token = encoding.decode_single_token_bytes(i)
+        ids["".join(letters[byte] for byte in token)] = i
+    merges = []  # tiktoken joins those neighbours first whose result has the lowest id
+    for token in ids:
+        for cut in range(1, len(token)):
+            if token[:cut] in ids and token[cut:] in ids:
+                merges.append((token[:cut], token[cut:]))
     tokenizer = Tokenizer(models.BPE(ids, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # its regex is GPT-2's
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's regex
     tokenizer.decoder = decoders.ByteLevel()
-    return GPT2TokenizerFast(tokenizer_object=tokenizer, model_max_length=context, clean_up_tokenization_spaces=False)
-
-
-# ------------------------------------------------------------------------------------------------------ data
-def get_encoding(name):
-    """tiktoken's "gpt2", or "bytes": every byte a token, and <|endoftext|>. Raises UserError."""
-    if name == "bytes":
-        return tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,128})",
-                                 mergeable_ranks={bytes([i]): i for i in range(256)},
-                                 special_tokens={"<|endoftext|>": 256})
-    try:
-        return tiktoken.get_encoding("gpt2")
-    except (OSError, ValueError) as e:  # requests' errors are OSErrors; a damaged download is a ValueError
-        raise UserError(f"The GPT-2 vocabulary can't be had ({type(e).__name__}): go online once, point "
-                        f"TIKTOKEN_CACHE_DIR at a folder that holds it, or train with --encoding=bytes.") from None
-
-
-def shown(text):
-    """Text that is safe to print: control characters, which could confuse a terminal, are escaped."""
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
-
-
-def load_text(path, encoding):
-    """Token ids (N,) uint16 of a UTF-8 text file."""
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as e:
-        raise UserError(f"{path} can't be read ({e.strerror}): point --data elsewhere.") from None
-    except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 text (byte {e.start}): convert it, or point --data elsewhere.") from None
-    return np.array(encoding.encode_ordinary(text), dtype=np.uint16)
-
-
-def open_shard(path):
-    """A shard memory-mapped, (N,) uint16. Raises UserError for a file that is none."""
-    try:
-        shard = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as e:  # a damaged header may set off anything in NumPy's parser
-        raise UserError(f"{path} is not a whole .npy file ({type(e).__name__} {' '.join(str(e).split())[:100]}): delete it and run fineweb.py again.") from None
-    if getattr(shard, "ndim", 0) != 1 or shard.dtype != np.uint16:
-        raise UserError(f"{path} holds {getattr(shard, 'dtype', 'several')} {getattr(shard, 'shape', 'arrays')}, "
-                        f"not one 1-D uint16 array: delete it and run fineweb.py again.")
-    return shard
-
-
-def check_ids(shard, n_vocab, name):
-    if len(shard) and (worst := int(shard.max())) >= n_vocab:
-        raise UserError(f"{name} holds token {worst}, but the encoding has {n_vocab}: "
-                        f"it was made with another --encoding, or is damaged.")
-
-
-class DataLoaderLite:
-    """Rows of T tokens out of shards, in an order that is a pure function of (seed, row number).
-
-    Each shard is cut into rows of T + 1 tokens, the last shared with the next row. Row numbers go on for ever:
-    an epoch visits each row once, shuffled from (seed, epoch) or in file order. There is no state to save: any
-    process can ask for any rows at any time.
-    """
-
-    def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16):
-        """shards: paths of .npy files, or arrays of ids (N,); a shard is opened when its first row is asked for."""
-        self.shards, self.T, self.seed, self.shuffle, self.n_vocab = shards, T, seed, shuffle, n_vocab
-        self.names = [s.name if isinstance(s, Path) else f"text #{zlib.crc32(s):08x}" for s in shards]
-        arrays = [self._array(i) for i in range(len(shards))]
-        self.tokens = sum(len(a) for a in arrays)
-        self.rows = np.array([max(0, len(a) - 1) // T for a in arrays])  # in each shard
-        self.rows_per_epoch = int(self.rows.sum())
-        for i, array in enumerate(arrays):
-            check_ids(array[:IDS_CHECKED // len(shards)], n_vocab, self.names[i])
-        crc = zlib.crc32(repr([(n, len(a), zlib.crc32(a[:IDS_IN_FINGERPRINT])) for n, a in zip(self.names, arrays)]).encode())
-        self.fingerprint = f"{self.tokens:,} tokens in {len(shards)} file(s) #{crc:08x}"  # is it the same data?
-        self._order = lru_cache(4)(self._permutation)  # of the epochs and the shards being read, no more:
-        self._shard = lru_cache(2)(self._array)        # mappings and orders of all would add up
-
-    def _array(self, i):
-        return open_shard(self.shards[i]) if isinstance(self.shards[i], Path) else self.shards[i]
-
-    def _permutation(self, n, *key):
-        """The order of n shards, key (epoch,), or of the n rows of a shard, key (epoch, shard)."""
-        # RandomState's stream is frozen by NumPy's policy, so the order outlives upgrades
-        return np.random.RandomState((self.seed, *key)).permutation(n) if self.shuffle else np.arange(n)
-
-    def _locate(self, row):
-        """(epoch, shard, place in the shard's order) of a row number."""
-        epoch, k = divmod(row, self.rows_per_epoch)
-        order = self._order(len(self.rows), epoch)
-        ends = self.rows[order].cumsum()
-        i = int(ends.searchsorted(k, side="right"))
-        return epoch, int(order[i]), k - int(ends[i] - self.rows[order[i]])
-
-    def read(self, row, B):
-        """The B rows from number `row` on, (B, T + 1) int64 (torch has no arithmetic for uint16)."""
-        tokens = np.empty((B, self.T + 1), dtype=np.int64)
-        filled = 0
-        while filled < B:  # once for each shard that has some of these rows
-            epoch, i, place = self._locate(row + filled)
-            shard, rows = self._shard(i), self._order(self.rows[i], epoch, i)[place:place + B - filled]
-            for b, r in enumerate(rows, start=filled):
-                tokens[b] = shard[r * self.T:(r + 1) * self.T + 1]
-            filled += len(rows)
-            check_ids(tokens[filled - len(rows):filled], self.n_vocab, self.names[i])
-        return tokens
-
-    def batch(self, row, B, device=torch.device("cpu")):
-        """The same rows on a device as inputs x and targets y, both (B, T) int64."""
-        tokens = torch.from_numpy(self.read(row, B))
-        if device.type == "cuda":  # from pinned memory the copy does not hold up the host
-            tokens = tokens.pin_memory().to(device, non_blocking=True)
-        else:
-            tokens = tokens.to(device)
-        return tokens[:, :-1], tokens[:, 1:]
-
-
-def open_data(cfg, encoding):
-    """Loaders of training and validation rows. Raises UserError with what is wrong with the data."""
-    path = Path(cfg.data)
-    if path.is_dir():
-        train, val = (sorted(path.glob(f"*_{split}_*.npy")) for split in ("train", "val"))
-        if not train or not val:
-            raise UserError(f"{path}/ holds no shards named *_{'val' if train else 'train'}_*.npy: "
-                            f"make some with fineweb.py --local_dir={path}, or point --data elsewhere.")
-    elif path.is_file():
-        tokens = load_text(path, encoding)
-        cut = int(len(tokens) * (1 - VAL_FRACTION))
-        train, val = [tokens[:cut]], [tokens[cut:]]
-    else:
-        raise UserError(f"There is no data at {path}: run fineweb.py, or point --data at a folder of shards "
-                        f"or at a text file.")
-    train = DataLoaderLite(train, cfg.T, cfg.seed, cfg.shuffle, encoding.n_vocab)
-    val = DataLoaderLite(val, cfg.T, n_vocab=encoding.n_vocab)
-    for split, loader, wanted in (("training", train, cfg.total_batch_size // cfg.T), ("validation", val, 1)):
-        if loader.rows_per_epoch < wanted:
-            raise UserError(f"{path} has {loader.rows_per_epoch} {split} rows of T={cfg.T} tokens, fewer than the "
-                            f"{wanted} needed at once: lower --T or --total_batch_size, or give more text.")
-    if cfg.val_tokens < cfg.T:
-        raise UserError(f"val_tokens={cfg.val_tokens} is less than one row of T={cfg.T} tokens: raise --val_tokens.")
-    return train, val
-
-
-# --------------------------------------------------------------------------------------------------- machine
-Place = namedtuple("Place", "rank local_rank world device")  # this process among all, and what it computes on
-
-
-def say(place, *words):
-    """Print from rank 0. A full disk or a closed pipe behind stdout is no reason for a run to die."""
-    if place.rank == 0:
-        with contextlib.suppress(OSError, ValueError):
-            print(*words, flush=True)
-
-
-def pick_device(name, local_rank):
-    """torch.device for the constant `device`; "auto" takes this process's GPU, else MPS, else the CPU."""
-    if name == "auto":
-        mps = torch.backends.mps.is_available() and "RANK" not in os.environ  # gloo can't add up MPS tensors
-        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-    try:
-        device = torch.device(name)
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", local_rank)
-        torch.empty(1, device=device)  # is it really there?
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-    except (RuntimeError, AssertionError) as e:  # torch built without CUDA says so by AssertionError
-        reason = str(e).splitlines()[0]
-        raise UserError(f'device="{name}" can\'t be used here ({reason}): take --device=auto or --device=cpu.') from None
-    return device
-
-
-def join_processes(cfg):
-    """Take this process's place among those torchrun started (RANK, LOCAL_RANK, WORLD_SIZE); alone without it."""
-    rank, local_rank, world = (int(os.environ.get(k, d)) for k, d in
-                               (("RANK", 0), ("LOCAL_RANK", 0), ("WORLD_SIZE", 1)))
-    device = pick_device(cfg.device, local_rank)
-    if device.type == "cpu":
-        hellaswag.keep_freed_memory()
-    if "RANK" in os.environ:
-        # Imported later, by DDP, its functions' defaults (group=WORLD) would hold the group beyond its end, and gloo's
-        # threads, still alive at the interpreter's exit, now and then abort the process.
-        from torch.distributed import nn as _  # noqa: F401
-        # torchrun's store outlives a restart: without a prefix, workers would look for their dead forerunners' addresses
-        store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), next(dist.rendezvous("env://"))[0])
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", store=store, rank=rank, world_size=world,
-                                device_id=device if device.type == "cuda" else None)
-    return Place(rank, local_rank, world, device)
-
-
-def agree(place, fn, *args):
-    """fn(*args) on every process; if it raises UserError on one, all raise it, so that none waits for the others."""
-    result, error = None, None
-    try:
-        result = fn(*args)
-    except UserError as e:
-        error = str(e)
-    errors = [error]
-    if place.world > 1:
-        errors = [None] * place.world
-        dist.all_gather_object(errors, error)
-    for error in filter(None, errors):
-        raise UserError(error, agreed=True)
-    return result
-
-
-def from_rank0(place, value):
-    """Rank 0's value, on every rank."""
-    box = [value]
-    if place.world > 1:
-        dist.broadcast_object_list(box, src=0)
-    return box[0]
-
-
-def block_seconds(gpt_config, dtype, rows, T):
-    """Seconds a CPU needs for one block, forward and backward, on (rows, T) tokens; the best of five."""
-    block, x = Block(gpt_config), torch.randn(rows, T, gpt_config.n_embd)
-
-    def once():
-        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
-            block(x).sum().backward()
-    return min(timeit.repeat(once, number=1, repeat=5))
-
-
-def pick_dtype(cfg, gpt_config, device, saved):
-    """(dtype of the matmuls, the reason in words) for the constant `dtype`."""
-    if cfg.dtype != "auto":
-        return getattr(torch, cfg.dtype), "as asked"
-    if saved and saved["device"] == device.type == "cpu":  # a measurement made anew might decide otherwise
-        return getattr(torch, saved["dtype"]), "as this run began"
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        # is_bf16_supported() says yes to emulation too; the hardware has it from Ampere, 8.0, on
-        if major >= 8:
-            return torch.bfloat16, f"compute capability {major}.{minor} has it in hardware"
-        if cfg.optimizer == "muon":
-            return torch.float32, f"compute capability {major}.{minor} has no bfloat16, and Muon no loss scaling"
-        return torch.float16, f"with loss scaling; compute capability {major}.{minor} has no bfloat16"
-    if device.type == "cpu" and (torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()):
-        with torch.random.fork_rng(devices=[]):
-            rows = max(1, min(cfg.B, 2048 // cfg.T))
-            slow, fast = (block_seconds(gpt_config, d, rows, cfg.T) for d in (torch.float32, torch.bfloat16))
-        if fast < 0.8 * slow:  # well beyond noise, so that the next start decides the same
-            return torch.bfloat16, f"measured {slow / fast:.1f}x as fast as float32 on this CPU"
-        return torch.float32, f"bfloat16 measured only {slow / fast:.1f}x as fast on this CPU"
-    return torch.float32, "no bfloat16 in this CPU's hardware" if device.type == "cpu" else "the only one tried there"
-
-
-def pick_compile(choice, device):
-    """(whether to torch.compile, the reason in words) for the constant `compile`."""
-    if choice == "False" or (choice == "auto" and device.type != "cuda"):
-        return False, "as asked" if choice == "False" else "auto compiles on CUDA only"
-    try:  # the real thing on a toy: finds missing compilers, missing Triton and GPUs too old for it
-        torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
-        return True, "the first step takes a minute longer"
-    except Exception as e:  # whatever goes wrong in there, the reason is told and training can do without
-        reason = f"torch.compile does not work here ({str(e).strip().splitlines()[0][:100]})"
-        if choice == "auto":
-            return False, reason
-        raise UserError(f"{reason}: install a C++ compiler (and Triton for CUDA), or take --compile=False.") from None
-
-
-# ------------------------------------------------------------------------------------ optimizer and schedule
-def get_lr(step, cfg):
-    """Learning rate of a step: linear warmup to max_lr, then down to min_lr at max_steps."""
-    if step < cfg.warmup_steps:
-        return cfg.max_lr * (step + 1) / cfg.warmup_steps
-    progress = min(1.0, (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps))
-    remaining = 1 - progress if cfg.lr_shape == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-    return cfg.min_lr + (cfg.max_lr - cfg.min_lr) * remaining
-
-
-def newton_schulz_fp32(grad, coefficients, steps, eps):
-    """What torch.optim.Muon does to a gradient (Jordan 2024), in float32: push its singular values towards 1.
-
-    torch computes this in bfloat16, which CPUs without AVX512-BF16 emulate (100 times slower, measured) and which
-    turns the last bit of a gradient, different for another number of processes, into one 1/256 of a weight's step.
-    Each step multiplies X by P = a I + b A + c A^2, where A = X X^T (X^T X if X is tall). P is symmetric, so the next
-    A is P A P: all happens on the shorter side's square, and X, up to four times as long, is met only at the two ends.
-    Good for Muon's 5 steps: each makes A's rounding errors 12 times as large, and from 7 on they take over.
-    """
-    a, b, c = coefficients
-    X = grad / grad.norm().clamp(min=eps)
-    tall = X.size(0) > X.size(1)
-    A = X.T @ X if tall else X @ X.T
-    for step in range(steps):
-        A = P @ A @ P if step else A
-        P = torch.mm(A, A).mul_(c).add_(A, alpha=b)
-        P.diagonal().add_(a)
-        product = P @ product if step else P
-    return X @ product if tall else product @ X
-
-
-def configure_optimizers(model, cfg, device):
-    """The optimizers of a training: [AdamW], or [AdamW, Muon] where Muon has the blocks' matrices."""
-    blocks = set(model.transformer.h.parameters()) if cfg.optimizer == "muon" else set()
-    matrices = [p for p in model.parameters() if p.dim() >= 2 and p in blocks]
-    decayed = [p for p in model.parameters() if p.dim() >= 2 and p not in blocks]
-    plain = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=decayed, weight_decay=cfg.weight_decay), dict(params=plain, weight_decay=0.0)]
-    optimizers = [torch.optim.AdamW(groups, lr=cfg.max_lr, betas=ADAM_BETAS, eps=ADAM_EPS, fused=True)]
-    if matrices:
-        if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] < 8:  # see above; there's no other way in
-            torch.optim._muon._zeropower_via_newtonschulz = newton_schulz_fp32
-        optimizers.append(torch.optim.Muon(matrices, lr=cfg.max_lr, weight_decay=cfg.weight_decay,
-                                           adjust_lr_fn="match_rms_adamw"))
-    return optimizers
-
-
-# ------------------------------------------------------------------------------------------------ evaluation
-def total_over_ranks(place, *values):
-    """Sums of numbers (or 0-d tensors) over all processes, as Python floats; one device synchronisation."""
-    totals = torch.stack([v.float() if torch.is_tensor(v) else torch.full((), float(v), device=place.device)
-                          for v in values])  # full() fills on the device; a copy from the host would wait for it
-    if place.world > 1:
-        dist.all_reduce(totals)  # SUM: gloo has no AVG
-    return totals.tolist()
-
-
-@torch.no_grad()
-def validation_loss(model, loader, cfg, place, autocast):
-    """Mean loss, nats a token, over the first val_tokens tokens; the same for any B and number of processes."""
-    rows = min(cfg.val_tokens // cfg.T, loader.rows_per_epoch)
-    total = torch.zeros((), device=place.device)
-    for row in range(place.rank * cfg.B, rows, place.world * cfg.B):
-        B = min(cfg.B, rows - row)
-        forward = model if B == cfg.B else model.forward  # a ragged last batch is not worth compiling for
-        with autocast():
-            total += forward(*loader.batch(row, B, place.device))[1] * B
-    return total_over_ranks(place, total)[0] / rows
-
-
-def load_hellaswag(cfg, place, model):
-    """HellaSwag's questions ready to be scored, read by one process for all; None, with the reason said, if off."""
-    if not cfg.hellaswag_every:
-        return None
-    examples, off = None, None if cfg.encoding == "gpt2" else f"its questions need encoding=gpt2, not {cfg.encoding}"
-    if place.rank == 0 and not off:
-        try:
-            examples = list(hellaswag.iterate_examples("val"))
-        except hellaswag.HellaSwagError as e:
-            off = str(e)
-    if off:
-        say(place, f"{'HellaSwag':<10} off: {off}")
-    examples = from_rank0(place, examples)
-    return hellaswag.prepare(examples, model) if examples else None
-
-
-@torch.no_grad()
-def print_samples(run):
-    """One sample from each process, printed whole and in order by rank 0.
-
-    Each draws from a generator of its own: training's random state is as if no sample had been taken.
-    """
-    cfg, place, encoding = run.cfg, run.place, run.encoding
-    generator = torch.Generator(device=place.device).manual_seed(hash((cfg.seed, run.state.step, place.rank)) % 2**63)
-    prompt = encoding.encode_ordinary(cfg.sample_prompt) or [encoding.eot_token]
-    with run.autocast():
-        tokens = run.state.model.generate(torch.tensor([prompt], device=place.device), cfg.sample_tokens, top_k=TOP_K,
-                                          generator=generator)[0].tolist()
-    texts = [shown(encoding.decode_bytes(tokens).decode("utf-8", errors="backslashreplace"))]
-    if place.world > 1:
-        texts *= place.world
-        dist.all_gather_object(texts, texts[place.rank])
-    for rank, text in enumerate(texts):
-        say(place, f"--- sample of rank {rank} at step {run.state.step} ---\n{text}\n---")
-
-
-# ----------------------------------------------------------------------------------------------- checkpoints
-@dataclass
-class State:
-    """All that the steps to come depend on, besides the constants and the data."""
-    model: GPT
-    optimizers: list
-    scaler: torch.amp.GradScaler
-    step: int = 0                    # optimizer steps done
-    best_val: float = math.inf
-    last_val: float = math.inf
-
-
-class Damaged(Exception):
-    """A file that is not a whole checkpoint of ours; its text is the reason."""
-
-
-def write_whole(path, write):
-    """write(file) under a temporary name, flushed to the disk, then renamed: path is all there or as it was."""
-    part = path.with_name(path.name + ".part")
-    try:
-        with open(part, "wb") as f:
-            write(f)
-            f.flush()
-            os.fsync(f.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def weights(state, cfg):
-    """What a .pt of ours holds at the least: plain tensors and plain values, for torch.load(weights_only=True)."""
-    return {"step": state.step, "model": state.model.state_dict(), "gpt_config": asdict(state.model.config),
-            "encoding": cfg.encoding, "best_val": state.best_val, "last_val": state.last_val,
-            "constants": asdict(cfg), "versions": versions()}
-
-
-def save_checkpoint(run):
-    """Write checkpoint_<step>.pt and delete those beyond the newest CHECKPOINTS_KEPT. Raises OSError, RuntimeError."""
-    state = run.state
-    content = weights(state, run.cfg) | {
-        "optimizers": [o.state_dict() for o in state.optimizers], "scaler": state.scaler.state_dict(),
-        "fingerprint": run.train_loader.fingerprint, "dtype": run.dtype, "device": run.place.device.type}
-    path = Path(run.cfg.log_dir, f"checkpoint_{state.step:05d}.pt")
-    write_whole(path, lambda f: torch.save(content, f))
-    for old in checkpoints(path.parent, state.step)[CHECKPOINTS_KEPT:]:
-        old.unlink()
-    return path
-
-
-def checkpoints(log_dir, last=math.inf):
-    """Paths of the checkpoints up to step `last`, the newest first."""
-    steps = {int(p.stem[11:]): p for p in log_dir.glob("checkpoint_*.pt") if p.stem[11:].isdecimal()}
-    return [steps[step] for step in sorted(steps, reverse=True) if step <= last]
-
-
-def unpickled(path):
-    """What torch.save() wrote, unverified: tensors memory-mapped, on the CPU wherever they were, and no code run."""
-    return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-
-
-def read_checkpoint(path):
-    """The content of a .pt of ours, memory-mapped. Raises Damaged; never runs code that the file may hold."""
-    try:
-        with zipfile.ZipFile(path) as z:  # torch's format is a zip; torch itself skips the checksums in it
-            if bad := z.testzip():
-                raise ValueError(f"wrong checksum of {bad}")
-        content = dict(unpickled(path))
-        GPTConfig(**content["gpt_config"]), content["model"], content["encoding"]
-    except Exception as e:  # there is no list of what a foreign or broken file may set off in zipfile and torch
-        raise Damaged(" ".join(f"{type(e).__name__} {e}".split())[:120]) from None
-    return content
-
-
-def newest_checkpoint(log_dir):
-    """Path of the newest good checkpoint, or None where there is none; names the damaged ones. Raises UserError."""
-    paths = checkpoints(log_dir)
-    for path in paths:
-        try:
-            if "optimizers" in read_checkpoint(path):
-                return path
-            raise Damaged("weights alone")
-        except Damaged as e:
-            print(f"{path} is damaged ({e}): trying the one before it", flush=True)
-    if paths:
-        raise UserError(f"No checkpoint in {log_dir}/ is whole: put a good one there, or start anew with --resume=False.")
-    return None
-
-
-def load_checkpoint(path, cfg, fingerprint):
-    """The content of the checkpoint to go on from. Raises UserError if the constants now make another training."""
-    try:
-        saved = unpickled(path)  # rank 0 has verified it
-    except OSError:
-        raise UserError(f"{path} is not to be seen from every machine: log_dir must be on a disk they share.") from None
-    was, now = saved["constants"] | {"data": saved["fingerprint"]}, asdict(cfg) | {"data": fingerprint}
-    if changed := [f"{k} was {was[k]!r}, is {now[k]!r}" for k in now.keys() & was.keys() - FREE_TO_CHANGE
-                   if was[k] != now[k]]:
-        raise UserError(f"The run in {cfg.log_dir}/ was made with other constants: {'; '.join(sorted(changed))}. Put them "
-                        f"back, or take another --log_dir, or set that run aside with --resume=False.")
-    return saved
-
-
-def set_aside(log_dir):
-    """Move an earlier run's results into log_dir/before_<n>/: nothing is ever overwritten."""
-    results = [p for pattern in RESULTS for p in log_dir.glob(pattern)]
-    if results:
-        aside = next(p for n in range(1, 10**9) if not (p := log_dir / f"before_{n}").exists())
-        aside.mkdir()
-        for p in results:
-            p.rename(aside / p.name)
-        print(f"the earlier results in {log_dir}/ are now in {aside}/", flush=True)
-
-
-@contextlib.contextmanager
-def writing(log_dir):
-    """Around what writes to log_dir before training: an OSError in there becomes a UserError."""
-    try:
-        yield
-    except OSError as e:
-        raise UserError(f"log_dir={log_dir} can't be written ({e.strerror}): make it so, or take another.") from None
-
-
-def prepare_log_dir(place, cfg):
-    """Take log_dir for this run. Returns (its lock, the checkpoint to go on from or None). Raises UserError."""
-    if place.rank != 0:
-        return None, None
-    from filelock import FileLock, Timeout  # comes with torch
-    log_dir = Path(cfg.log_dir)
-    resume = cfg.resume or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # torchrun after a crash
-    with writing(log_dir):
-        log_dir.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(log_dir / ".lock")
-        try:
-            lock.acquire(timeout=0)  # the system frees it when this process ends, however it ends
-        except Timeout:
-            raise UserError(f"Another run is at work in {log_dir}/: wait for its end, or take another --log_dir.") from None
-        for part in log_dir.glob("*.pt.part"):  # of saves that a kill cut short
-            part.unlink()
-        path = newest_checkpoint(log_dir) if resume else None
-    if path and cfg.data != QUICK_START["data"] == unpickled(path)["constants"]["data"]:
-        path = None  # the quick start is over: open_log sets it aside for the real thing
-    return lock, path
-
-
-def restore(state, saved):
-    """Load a checkpoint's content into the optimizers and counters; the model was built from it."""
-    for optimizer, content in zip(state.optimizers, saved["optimizers"]):
-        optimizer.load_state_dict(copy.deepcopy(content))  # else it would live in the checkpoint's mapping
-    if saved["scaler"] and state.scaler.is_enabled():
-        state.scaler.load_state_dict(saved["scaler"])
-    state.step, state.best_val, state.last_val = saved["step"], saved["best_val"], saved["last_val"]
-
-
-def from_weights(content):
-    """The GPT in a .pt of ours, read_checkpoint's result."""
-    model = GPT(GPTConfig(**content["gpt_config"]))
-    model.load_state_dict(content["model"])
-    return model
-
-
-def export(pt, folder):
-    """A .pt of ours to a Hugging Face folder: python -c "import train_gpt2 as t; t.export('log/model_19073.pt', 'hf')" """
-    content, encoding = read_checkpoint(pt), None
-    try:
-        encoding = get_encoding(content["encoding"])
-    except UserError as e:
-        print(f"exporting without a tokenizer. {e}")
-    from_weights(content).save_pretrained(folder, encoding)
-
-
-def build_model(cfg, encoding, saved):
-    """The model to train: a checkpoint's, from scratch, Hugging Face's or a .pt's. Raises UserError."""
-    torch.manual_seed(cfg.seed)
-    if saved:
-        model = from_weights(saved)
-    elif cfg.init_from == "scratch":
-        model = GPT(GPTConfig(cfg.T, padded(encoding.n_vocab), cfg.n_layer, cfg.n_head, cfg.n_embd, encoding.n_vocab))
-    elif cfg.init_from.endswith(".pt"):
-        try:
-            model = from_weights(read_checkpoint(cfg.init_from))
-        except (Damaged, RuntimeError) as e:  # RuntimeError: its tensors do not fit its own gpt_config
-            raise UserError(f"init_from={cfg.init_from} is no whole .pt of ours ({' '.join(str(e).split())[:160]}).") from None
-    else:
-        model = GPT.from_pretrained(cfg.init_from)
-    if model.config.n_vocab != encoding.n_vocab:
-        raise UserError(f"init_from={cfg.init_from} has a vocabulary of {model.config.n_vocab}, encoding={cfg.encoding} "
-                        f"one of {encoding.n_vocab}: they must match.")
-    if cfg.T > model.config.block_size:
-        raise UserError(f"T={cfg.T} is above the model's context, block_size={model.config.block_size}: lower --T.")
-    return model
-
-
-# ------------------------------------------------------------------------------------------------------- log
-class Log:
-    """log.txt: one "<step> <stream> <value>" a line, there as soon as written. Lines that a full disk refuses
-    wait in memory and are written when there is room again."""
-
-    def __init__(self, path, step):
-        """Open path, cut back to the lines before `step`; a line that a kill cut short goes too."""
-        lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
-        kept = [line for line in lines if re.fullmatch(rb"\d+ \w+ \S+\n", line) and int(line.split()[0]) < step]
-        write_whole(path, lambda f: f.writelines(kept))
-        self.file = open(path, "ab", buffering=0)
-        self.pending = b""
-
-    def write(self, step, stream, value):
-        self.pending += f"{step} {stream} {value:.6f}\n".encode()
-        with contextlib.suppress(OSError):
-            self.pending = self.pending[self.file.write(self.pending):]
-
-    def sync(self):
-        """Have every line on the disk, or raise OSError: a checkpoint must not outlive the lines before it."""
-        while self.pending:
-            self.pending = self.pending[self.file.write(self.pending):]
-        os.fsync(self.file.fileno())
-
-
-def versions():
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "numpy": np.__version__,
-            "tiktoken": tiktoken.__version__}
-
-
-def git_commit():
-    """The commit this file is checked out at, "-dirty" behind it if files were changed since; None outside git."""
-    try:
-        return subprocess.run(["git", "-C", str(HERE), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-                              capture_output=True, text=True, timeout=10).stdout.strip() or None
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-
-
-def open_log(cfg, place, head, step):
-    """On rank 0: note this start of the run in run.json and open log.txt. Raises UserError."""
-    if place.rank != 0:
-        return None
-    path, starts = Path(cfg.log_dir, "run.json"), []
-    with contextlib.suppress(OSError, ValueError, KeyError):
-        starts = json.loads(path.read_text())["starts"] if step else []
-    starts.append({"time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "step": step, "command": sys.argv,
-                   "processes": place.world, "commit": git_commit(), "versions": versions(), "said": head})
-    text = json.dumps({"constants": asdict(cfg), "starts": starts}, indent=2)
-    with writing(cfg.log_dir):
-        if step == 0 and (not cfg.resume or list(path.parent.glob("*.pt"))):
-            set_aside(path.parent)
-        write_whole(path, lambda f: f.write(text.encode()))
-        return Log(Path(cfg.log_dir, "log.txt"), step)
-
-
-def draw_curves(cfg):
-    """log_dir/curves.png from log.txt: losses and HellaSwag against tokens. Needs matplotlib."""
-    from matplotlib.figure import Figure  # not pyplot: no display, no global state
-    streams = {"train": [], "val": [], "hella": []}
-    for step, stream, value in re.findall(r"^(\d+) (\w+) (\S+)\n", Path(cfg.log_dir, "log.txt").read_text(), re.M):
-        streams[stream].append((int(step) * cfg.total_batch_size / 1e6, float(value)))
-    hella, gpt2 = int(len(streams["hella"]) > 0), cfg.encoding == "gpt2"  # other encodings' losses do not compare
-    figure = Figure(figsize=(6 + 6 * hella, 4.5), layout="constrained")
-    panels = figure.subplots(1, 1 + hella, squeeze=False)[0]
-    for panel, stream, label, style in ((0, "train", "train loss", dict(alpha=0.4)), (0, "val", "val loss", dict(marker="o")),
-                                        (hella, "hella", "HellaSwag", dict(marker="o"))):
-        if points := streams[stream]:
-            panels[panel].plot(*zip(*points), label=f"{label}, now {points[-1][1]:.3f}", ms=3, **style)
-    for panel, value, label, drawn in ((0, GPT2_124M["val"], "GPT-2 124M, val", gpt2), (1, GPT2_124M["hella"], "GPT-2 124M",
-                                       hella), (1, GPT3_124M_HELLA, "GPT-3 124M", hella)):
-        if drawn:
-            panels[panel].axhline(value, ls="--" if "GPT-2" in label else ":", c="gray", label=f"{label}: {value}")
-    panels[0].set(title="Loss", ylabel="nats per token")
-    if hella:
-        panels[1].set(title="HellaSwag", ylabel="acc_norm (chance is 0.25)")
-    for panel in panels:
-        panel.set(xlabel="tokens seen (millions)", xlim=(0, None))
-        panel.grid(alpha=0.3)
-        panel.legend(*panel.get_legend_handles_labels())  # given, an empty list is no warning
-    write_whole(Path(cfg.log_dir, "curves.png"), lambda f: figure.savefig(f, dpi=100))
-
-
-# -------------------------------------------------------------------------------------------------- training
-def duration(seconds):
-    """Seconds as people say them: "1d02h", "2m05s", "9s"."""
-    m, s = divmod(int(seconds), 60)
-    h, m = divmod(m, 60)
-    d, h = divmod(h, 24)
-    return f"{d}d{h:02d}h" if d else f"{h}h{m:02d}m" if h else f"{m}m{s:02d}s" if m else f"{s}s"
-
-
-def peak_flops(device):
-    """Dense 16-bit peak of this GPU in FLOP/s from the vendors' data sheets, or None."""
-    words = set(re.split(r"[\s-]+", torch.cuda.get_device_name(device))) if device.type == "cuda" else set()
-    return next((tflops * 1e12 for key, tflops in PEAK_TFLOPS.items() if set(key.split()) <= words), None)
-
-
-def check_constants(cfg, world):
-    """Raises UserError for constants that make no sense, naming those and a way out."""
-    for name, choices in CHOICES.items():
-        if getattr(cfg, name) not in choices:
-            raise UserError(f'{name}="{getattr(cfg, name)}" is not known: take one of {", ".join(choices)}.')
-    for name in ("B", "T", "total_batch_size", "n_layer", "n_head", "n_embd", "max_steps", "val_tokens"):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"{name}={getattr(cfg, name)} must be at least 1.")
-    if not 0 <= cfg.seed < 2**32:
-        raise UserError(f"seed={cfg.seed} must be from 0 to {2**32 - 1}.")
-    if (cfg.optimizer, cfg.dtype) == ("muon", "float16"):
-        raise UserError('optimizer="muon" has no loss scaling, which dtype="float16" needs: take another of the two.')
-    per_pass = cfg.B * cfg.T * world
-    if cfg.total_batch_size % per_pass:
-        near, B = max(1, round(cfg.total_batch_size / per_pass)) * per_pass, smaller_B(cfg, world)
-        raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of B * T * processes = {cfg.B} * "
-                        f"{cfg.T} * {world} = {per_pass}; the nearest that is: --total_batch_size={near}"
-                        + (f", or keep it with --B={B}." if B else "."))
-
-
-def smaller_B(cfg, world):
-    """The largest B below the constant's with which total_batch_size divides, so that it is the same training."""
-    return next((B for B in range(cfg.B - 1, 0, -1) if cfg.total_batch_size % (B * cfg.T * world) == 0), None)
-
-
-def micro_steps(cfg, world):
-    """Forward and backward passes per process and optimizer step (gradient accumulation)."""
-    return cfg.total_batch_size // (cfg.B * cfg.T * world)
-
-
-Run = namedtuple("Run", "cfg place encoding train_loader val_loader state model autocast dtype hella log lock")
-
-
-def set_up(cfg, place):
-    """Check everything that can be wrong, then build all that a run needs; None if the run is finished already."""
-    agree(place, check_constants, cfg, place.world)
-    encoding = agree(place, get_encoding, cfg.encoding)
-    train_loader, val_loader = agree(place, open_data, cfg, encoding)
-    lock, path = agree(place, prepare_log_dir, place, cfg)
-    path = from_rank0(place, path)
-    saved = agree(place, load_checkpoint, path, cfg, train_loader.fingerprint) if path else None
-    if saved and saved["step"] >= cfg.max_steps:
-        say(place, f"The run in {cfg.log_dir}/ is finished: {saved['step']} steps, last val loss {saved['last_val']:.4f}. "
-                   f"For another take a new --log_dir, or set this one aside with --resume=False.")
-        return None
-    raw = agree(place, build_model, cfg, encoding, saved).to(place.device)
-    dtype, dtype_reason = from_rank0(place, pick_dtype(cfg, raw.config, place.device, saved))
-    compiled, compile_reason = agree(place, pick_compile, cfg.compile, place.device)
-    if place.device.type == "cuda":
-        warnings.filterwarnings("ignore", message="Please use the new API settings to control TF32")  # inductor's is the old
-        torch.set_float32_matmul_precision("high")  # TF32 for whatever stays in float32
-    state = State(raw, configure_optimizers(raw, cfg, place.device),
-                  torch.amp.GradScaler(place.device.type, enabled=dtype == torch.float16))
-    if saved:
-        restore(state, saved)
-    if compiled:
-        raw.compile()  # from here on raw(x) runs compiled; raw.forward(x), .hidden and .generate do not
-    head = describe(cfg, place, raw, train_loader, val_loader) | {
-        "dtype": f"{str(dtype)[6:]}: {dtype_reason}", "compile": f"{'on' if compiled else 'off'}: {compile_reason}",
-        "log": f"{cfg.log_dir}/log.txt" + (f", going on from {path}" if saved else "")}
-    for key, text in head.items():
-        say(place, f"{key:<10} {text}")
-    log = agree(place, open_log, cfg, place, head, state.step)
-    return Run(cfg, place, encoding, train_loader, val_loader, state, wrap_ddp(raw, cfg, place),
-               partial(torch.autocast, place.device.type, dtype, enabled=dtype != torch.float32),
-               str(dtype)[6:], load_hellaswag(cfg, place, raw), log, lock)
-
-
-def describe(cfg, place, model, train_loader, val_loader):
-    """What the first lines on stdout say about a run, {heading: text}."""
-    def count(n, word):
-        return f"{n:,} {word}{'' if n == 1 else 'es' if word.endswith('s') else 's'}"
-    device, c = place.device, model.config
-    chip = torch.cuda.get_device_name(device) if device.type == "cuda" else count(torch.get_num_threads(), "thread")
-    tokens = cfg.max_steps * cfg.total_batch_size
-    return {
-        "versions": ", ".join(f"{k} {v}" for k, v in versions().items()),
-        "data": f"{cfg.data}: {train_loader.tokens:,} tokens to train on, {val_loader.tokens:,} to validate",
-        "model": f"{model.num_params():,} parameters: {count(c.n_layer, 'layer')}, {count(c.n_head, 'head')}, "
-                 f"{c.n_embd} wide, context {c.block_size}, vocabulary {c.n_vocab:,}",
-        "batch": f"{cfg.total_batch_size:,} tokens = {count(cfg.B, 'row')} x {cfg.T} tokens x "
-                 f"{count(place.world, 'process')} x {count(micro_steps(cfg, place.world), 'accumulation step')}",
-        "training": f"{count(cfg.max_steps, 'step')} of {cfg.optimizer}: {tokens / 1e6:,.1f} M tokens, "
-                    f"{tokens / cfg.T / train_loader.rows_per_epoch:.2f} epochs",
-        "device": f"{device.type} ({chip})"}
-
-
-def wrap_ddp(raw, cfg, place):
-    """raw under DistributedDataParallel, which averages gradients over processes while backward still runs."""
-    if place.world == 1:
-        return raw
-    model = DDP(raw, device_ids=[place.device.index] if place.device.type == "cuda" else None,
-                gradient_as_bucket_view=True)
-    if cfg.grad_comm == "bfloat16":
-        from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
-        # by way of a lambda: under its own name DDP refuses the hook with gloo, which can do it
-        model.register_comm_hook(None, lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket))
-    return model
-
-
-def train_step(run, signals=()):
-    """One optimizer step on total_batch_size tokens.
-
-    Returns (mean loss, gradient norm before clipping, how many signals all processes got).
-    """
-    cfg, place, state, model = run.cfg, run.place, run.state, run.model
-    passes = micro_steps(cfg, place.world)
-    loss_sum = torch.zeros((), device=place.device)
-    for micro in range(passes):
-        row = state.step * (cfg.total_batch_size // cfg.T) + (micro * place.world + place.rank) * cfg.B
-        x, y = run.train_loader.batch(row, cfg.B, place.device)
-        # Gradients travel with the last backward only; DDP decides that in forward, so no_sync holds both.
-        alone = isinstance(model, DDP) and micro < passes - 1
-        with model.no_sync() if alone else contextlib.nullcontext():
-            with run.autocast():
-                loss = model(x, y)[1]
-            state.scaler.scale(loss / passes).backward()
-        loss_sum += loss.detach()
-    for optimizer in state.optimizers:
-        state.scaler.unscale_(optimizer)
-        for group in optimizer.param_groups:
-            group["lr"] = get_lr(state.step, cfg) * (cfg.muon_lr_ratio if isinstance(optimizer, torch.optim.Muon) else 1)
-    norm = nn.utils.clip_grad_norm_(state.model.parameters(), cfg.grad_clip or math.inf)
-    for optimizer in state.optimizers:
-        state.scaler.step(optimizer)
-        optimizer.zero_grad()
-    state.scaler.update()
-    loss, norm, stops = total_over_ranks(place, loss_sum / passes, norm, len(signals))  # the one wait for the GPU
-    return loss / place.world, norm / place.world, int(stops)
-
-
-def due(every, run):
-    return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
-
-
-def report(run, stream, value, text):
-    """A line in log.txt for notebooks and a richer one on stdout for people."""
-    if run.log:
-        run.log.write(run.state.step, stream, value)
-    say(run.place, f"{run.state.step:5d}/{run.cfg.max_steps} {text}")
-
-
-def look(run):
-    """Validation, HellaSwag, samples and the picture, where they are due."""
-    cfg, state = run.cfg, run.state
-    if due(cfg.eval_every, run):
-        state.last_val = validation_loss(state.model, run.val_loader, cfg, run.place, run.autocast)
-        state.best_val = min(state.best_val, state.last_val)
-        report(run, "val", state.last_val, f"val loss {state.last_val:.4f} (best {state.best_val:.4f})")
-    if run.hella and due(cfg.hellaswag_every, run):
-        with run.autocast():
-            score = hellaswag.evaluate(state.model, run.hella)
-        report(run, "hella", score.acc_norm, f"HellaSwag acc_norm {score.acc_norm:.4f}, {score.total:,} questions")
-    if due(cfg.sample_every, run) and (state.step or cfg.init_from != "scratch"):  # before any training: noise
-        print_samples(run)
-    if run.log and (due(cfg.eval_every, run) or due(cfg.hellaswag_every, run)):
-        try:
-            draw_curves(cfg)
-        except ImportError:
-            pass
-        except Exception as e:  # a picture, by an optional package, is never the reason a run dies
-            say(run.place, f"no curves.png this time: {type(e).__name__} {e}")
-
-
-def save(run, leaving=False):
-    """Checkpoint, and where due the weights to keep and the export. A full disk costs a loud line and not the run,
-    unless it is leaving: then UserError."""
-    cfg, state, start = run.cfg, run.state, time.perf_counter()
-    last = state.step == cfg.max_steps
-    try:
-        run.log.sync()
-        if last or due(cfg.milestone_every, run):
-            write_whole(Path(cfg.log_dir, f"model_{state.step:05d}.pt"), lambda f: torch.save(weights(state, cfg), f))
-        if last:
-            export_at_end(run)
-        path = save_checkpoint(run)  # after all else: a kill before it makes the next start do all of it again
-        say(run.place, f"{state.step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
-    except (OSError, RuntimeError) as e:  # torch's writer makes a RuntimeError of a full disk
-        cause = e if isinstance(e, OSError) else e.__context__ or e
-        reason = f"{cfg.log_dir}/ could not be written at step {state.step} ({' '.join(str(cause).split())[:100]})"
-        if last or leaving:
-            raise UserError(f"{reason}: make room and start the same command again; it goes on from the last save.") from None
-        say(run.place, f"!!! NOT SAVED: {reason}. The last checkpoint stands; make room before the next one.")
+    return GPT2TokenizerFast(tokenizer_object=tokenizer, model_max_length=context,
+                             clean_up_tokenization_spaces=False)
 
 
 def export_at_end(run):
-    """log_dir/hf, the model for transformers; without that package, a line says how to make it elsewhere."""
-    folder = Path(run.cfg.log_dir, "hf")
+    """Leave log_dir/hf; where transformers is missing or broken, say how to make it later."""
     try:
-        run.state.model.save_pretrained(folder, run.encoding)
-        say(run.place, f"exported to {folder}/, for transformers' AutoModelForCausalLM.from_pretrained")
-    except OSError:  # a full disk: save() says so, and the next start does it again
-        raise
-    except Exception as e:  # an optional package is never the reason that a run can't end
-        say(run.place, f"not exported ({type(e).__name__} {e}): see export() in train_gpt2.py for later")
+        quiet_transformers()
+    except Exception as e:  # an optional package may fail in any way
+        print0(f"not exported ({type(e).__name__}: {first_line(e)}): "
+               f"export() in train_gpt2.py does it later")
+        return
+    folder = run.folder.path / "hf"
+    save_hugging_face(run.state.raw_model, folder, run.encoding)
+    print0(f"exported to {folder}/, for transformers' AutoModelForCausalLM.from_pretrained")
 
 
-def train(run):
-    """Look, save and step until max_steps, or until a signal asks to stop."""
-    cfg, place, state = run.cfg, run.place, run.state
-    signals, first, began = [], state.step, None
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda number, frame: signals.append(number))
-    flops, peak = state.model.flops_per_token(cfg.T), peak_flops(place.device)
-    while True:
-        look(run)
-        if run.log and state.step > first and any((state.step == cfg.max_steps, due(cfg.save_every, run),
-                                                   due(cfg.milestone_every, run))):
-            save(run)
-        if state.step == cfg.max_steps:
-            return
-        start = time.perf_counter()
-        loss, norm, stops = train_step(run, signals)
-        if not math.isfinite(loss) or not (math.isfinite(norm) or state.scaler.is_enabled()):
-            raise UserError(f"The loss of step {state.step} is {loss} and its gradient's norm {norm}: look at the data, or "
-                            f"start anew with a lower --max_lr in another --log_dir. What was saved stands.", agreed=True)
-        now = time.perf_counter()
-        began = began or now  # the first step, with its compilation, says nothing about the time left
-        rate = cfg.total_batch_size / (now - start)
-        mfu = f" mfu {rate * flops / peak / place.world:.0%}" if peak else ""
-        each = (now - began) / (state.step - first) if state.step > first else now - start
-        report(run, "train", loss, f"loss {loss:.4f} lr {get_lr(state.step, cfg):.2e} norm {norm:.2f} "
-                                   f"{(now - start) * 1e3:.0f} ms {rate:,.0f} tok/s{mfu} {duration(each * (cfg.max_steps - state.step - 1))} left")
-        state.step += 1
-        if stops and state.step < cfg.max_steps:
-            if run.log:
-                save(run, leaving=True)
-            say(place, f"Stopped by a signal before step {state.step}; the same command goes on from there.")
-            return
+def export(pt, folder):
+    """A .pt of ours to a Hugging Face folder:
+
+    python -c "import train_gpt2 as t; t.export('log/model_19073.pt', 'hf')"
+    """
+    try:
+        raw_model = load_weights(str(pt))
+        encoding = get_encoding(read_checkpoint(pt, verify=False)["encoding"])
+    except UserError as e:
+        sys.exit(str(e))
+    raw_model.save_pretrained(folder, encoding)
 
 
-# ------------------------------------------------------------------------------------------------ command line
+# ------------------------------------------------------------------------------- setting up
+# Everything that can be wrong is checked before the first step, and before log_dir is touched.
+CHOICES = {
+    "encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"),
+    "lr_shape": ("cosine", "linear"), "compile": ("auto", "True", "False"),
+    "dtype": ("auto", "bfloat16", "float16", "float32"), "grad_comm": ("float32", "bfloat16")}
+AT_LEAST_1 = {"total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "max_steps"}
+
+
+def check_config(cfg):
+    """Raise UserError for constants that make no sense, and name some that do."""
+    for name, value in asdict(cfg).items():
+        least = 1 if name in AT_LEAST_1 else 0
+        if name in CHOICES and value not in CHOICES[name]:
+            raise UserError(f'{name}="{value}" is not known: '
+                            f"take one of {', '.join(CHOICES[name])}.")
+        if isinstance(value, (int, float)) and not (value >= least and math.isfinite(value)):
+            raise UserError(f"{name}={value} is out of range: it must be {least} or more.")
+    if cfg.seed >= 2**32:
+        raise UserError(f"seed={cfg.seed} is out of range: it must be below {2**32}.")
+    if cfg.val_tokens < cfg.T:
+        raise UserError(f"val_tokens={cfg.val_tokens} is less than a row of T={cfg.T} tokens: "
+                        f"raise --val_tokens.")
+    if cfg.optimizer == "muon" and cfg.dtype == "float16":
+        raise UserError("optimizer=muon has no loss scaling, which dtype=float16 needs: "
+                        "change one of the two.")
+    per_pass = cfg.B * cfg.T * world_size()
+    if cfg.total_batch_size % per_pass:
+        nearest = max(1, round(cfg.total_batch_size / per_pass)) * per_pass
+        or_B = f", or keep it with --B={smaller_B(cfg)}" if smaller_B(cfg) else ""
+        raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of B * T * "
+                        f"processes = {cfg.B} * {cfg.T} * {world_size()} = {per_pass}; the "
+                        f"nearest that is: --total_batch_size={nearest}{or_B}.")
+
+
+def load_weights(name):
+    """The GPT that init_from names: a .pt of ours, or a Hugging Face folder or repository."""
+    return model_from(read_checkpoint(name)) if name.endswith(".pt") else load_hugging_face(name)
+
+
+def build_model(cfg, encoding, saved=None):
+    """The GPT to train: a checkpoint's, init_from's, or one from scratch."""
+    torch.manual_seed(cfg.seed)
+    if saved:
+        return model_from(saved)
+    if cfg.init_from == "scratch":
+        return GPT(GPTConfig(
+            block_size=cfg.T, vocab_size=padded(encoding.n_vocab), n_layer=cfg.n_layer,
+            n_head=cfg.n_head, n_embd=cfg.n_embd, n_vocab=encoding.n_vocab))
+    raw_model = load_weights(cfg.init_from)
+    c = raw_model.config
+    if c.n_vocab != encoding.n_vocab:
+        raise UserError(f"init_from={cfg.init_from} has a vocabulary of {c.n_vocab}, "
+                        f"encoding={cfg.encoding} one of {encoding.n_vocab}: they must match.")
+    if cfg.T > c.block_size:
+        raise UserError(f"T={cfg.T} is above the context of init_from={cfg.init_from}, "
+                        f"block_size={c.block_size}: lower --T.")
+    check_tokenizer(cfg.init_from, encoding)
+    return raw_model
+
+
+def set_up(cfg, device):
+    """Check everything, then build what train() needs. None if the run in log_dir is finished."""
+    with all_ranks_agree():
+        check_config(cfg)
+        encoding = get_encoding(cfg.encoding)
+        train_loader, val_loader = open_data(cfg, encoding)
+        check_shards(val_loader)
+        fingerprint = check_shards(train_loader)
+        folder = RunFolder(cfg) if rank() == 0 else None
+        found = folder.find_checkpoint(cfg) if folder else None
+    path, finished = gather(found)[0]
+    with all_ranks_agree():
+        saved = load_checkpoint(path, cfg, fingerprint) if path else None
+        raw_model = build_model(cfg, encoding, saved).to(device)
+        compiled, compile_reason = pick_compile(cfg.compile, device)
+    if finished:
+        print0(f"The run in {cfg.log_dir}/ is finished, after {saved['step']} steps. For another "
+               f"take a new --log_dir, or set this one aside with --resume=False.")
+        return None
+    dtype, dtype_reason = pick_dtype(cfg, device)
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    state = State(raw_model, configure_optimizers(raw_model, cfg, dtype), scaler)
+    if saved:
+        state.load_state_dict(saved)
+    banner = describe(cfg, raw_model, train_loader, val_loader) | {
+        "device": describe_device(device),
+        "dtype": f"{str(dtype).removeprefix('torch.')}: {dtype_reason}",
+        "attention": attention_kernel(raw_model.config, device, dtype),
+        "compile": f"{'on' if compiled else 'off'}: {compile_reason}",
+        "log": f"{cfg.log_dir}/log.txt" + (f", continuing from {path}" if path else "")}
+    for heading, text in banner.items():
+        print0(f"{heading:<10} {text}")
+    with all_ranks_agree():
+        if folder:
+            folder.begin(cfg, banner, state.step)
+    if compiled:
+        raw_model.compile()  # raw_model(x) runs compiled from here on, .forward and .hidden do not
+    return SimpleNamespace(
+        cfg=cfg, device=device, encoding=encoding, state=state,
+        train_loader=train_loader, val_loader=val_loader, fingerprint=fingerprint,
+        ddp_model=wrap_ddp(raw_model, cfg, device),
+        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+        hellaswag=load_hellaswag(cfg, raw_model),  # its questions; None if it is off
+        folder=folder,                             # on rank 0
+        stop=StopRequest(device),
+        background=ThreadPoolExecutor(max_workers=1),  # saves, and draws curves
+        saving=None,            # the save under way
+        saved_step=state.step,  # what needs no saving, or not again
+        host_copies={},         # of the state's tensors, to be saved
+        unreported=[],          # steps that were launched
+        step_ends=[])           # when the reported ones ended
+
+
+def describe(cfg, raw_model, train_loader, val_loader):
+    """The first lines of a run, {heading: text}."""
+    c, tokens = raw_model.config, cfg.max_steps * cfg.total_batch_size
+    micro_steps = cfg.total_batch_size // (cfg.B * cfg.T * world_size())
+    has_matplotlib = importlib.util.find_spec("matplotlib")
+    return {
+        "versions": ", ".join(f"{name} {version}" for name, version in versions().items()),
+        "data": f"{cfg.data}: {sum(train_loader.lengths):,} tokens to train on, "
+                f"{sum(val_loader.lengths):,} to validate on",
+        "model": f"{raw_model.num_params():,} parameters: {c.n_layer} layers, {c.n_head} heads, "
+                 f"{c.n_embd} wide, context {c.block_size}, vocabulary {c.n_vocab:,}",
+        "batch": f"{cfg.total_batch_size:,} tokens: B={cfg.B} rows x T={cfg.T} tokens x "
+                 f"{world_size()} process(es) x {micro_steps} micro-step(s)",
+        "training": f"{cfg.max_steps:,} steps of {cfg.optimizer}: {tokens / 1e6:,.1f} M tokens, "
+                    f"{tokens / cfg.T / train_loader.rows_per_epoch:.2f} epochs",
+        "curves": f"{cfg.log_dir}/curves.png" if has_matplotlib else "off: no matplotlib here"}
+
+
+# ------------------------------------------------------------------------------ command line
 def boolean(text):
     if text not in ("True", "False"):
         raise argparse.ArgumentTypeError(f"takes True or False, not {text!r}")
@@ -1279,55 +1835,66 @@ def boolean(text):
 
 
 def parse_args():
-    """(Config, whether this is the quick start) from the constants above and the command line's flags."""
+    """Config of the constants and the flags, and whether this is the quick start."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False)
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(Config), re.M))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     for field in dataclasses.fields(Config):
-        parser.add_argument(f"--{field.name}", type=boolean if field.type is bool else field.type, metavar="X",
-                            default=argparse.SUPPRESS, help=f"{comments[field.name]} [{field.default}]".replace("%", "%%"))
-    parser.error = lambda message: sys.exit(f"train_gpt2.py: {message} (--help lists every flag)"
-                                            if os.environ.get("RANK", "0") == "0" else 1)
+        text = f"{comments[field.name]} [{field.default}]".replace("%", "%%")
+        parser.add_argument(f"--{field.name}", type=boolean if field.type is bool else field.type,
+                            metavar="X", default=argparse.SUPPRESS, help=text)
+
+    def refuse(message):
+        raise told_once(f"{message} (--help lists every flag).")
+    parser.error = refuse
     flags = vars(parser.parse_args())
-    quick = "data" not in flags and Config.data == FINEWEB_DIR and not Path(FINEWEB_DIR).exists()
-    cfg = Config(**{**(QUICK_START if quick else {}), **flags})
-    if quick and "B" not in flags:  # the same command on more processes: fewer rows for each
-        cfg.B = max(1, cfg.B // int(os.environ.get("WORLD_SIZE", 1)))
-    return cfg, quick
+    no_data_named = "data" not in flags and Config.data == "edu_fineweb10B"
+    quick_start = no_data_named and not Path(Config.data).exists()
+    cfg = Config(**{**(QUICK_START if quick_start else {}), **flags})
+    if quick_start and "B" not in flags:  # the same command on more processes: fewer rows each
+        cfg.B = max(1, cfg.B // world_size())
+    return cfg, quick_start
+
+
+def run_script(cfg, quick_start):
+    """Sample, or set up and train."""
+    device = join_processes(cfg)
+    if cfg.sample:
+        return sample_only(cfg, device)
+    if quick_start:
+        print0("Quick start: there are no shards yet, so this trains a small GPT on the bytes of\n"
+               "input.txt. For the real thing: python fineweb.py, then the same command again\n"
+               "(8 GPUs: torchrun --standalone --nproc_per_node=8 train_gpt2.py).\n")
+    run = set_up(cfg, device)
+    if run:
+        train(run)
 
 
 def main():
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # what the terminal's encoding lacks is escaped
-    cfg, quick = parse_args()
-    place = run = problem = None
-    alone = True  # in what goes wrong, as far as the other processes know
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if hasattr(sys.stdout, "reconfigure"):  # what the terminal's encoding lacks is escaped
+        sys.stdout.reconfigure(errors="backslashreplace")
+    cfg = None
     try:
-        place = join_processes(cfg)
-        if quick:
-            say(place, f"Quick start: there are no shards in {FINEWEB_DIR}/ yet, so this trains a small GPT on the\n"
-                       f"bytes of input.txt. For the real thing: python fineweb.py, then the same command\n"
-                       f"again (8 GPUs: torchrun --standalone --nproc_per_node=8 train_gpt2.py).\n")
-        if run := set_up(cfg, place):
-            train(run)
-        alone = False
-    except UserError as e:
-        alone = not e.agreed
-        problem = e.args[0] if alone or place.rank == 0 else 1
-    except torch.OutOfMemoryError:
-        B = smaller_B(cfg, place.world)
-        problem = f"The GPU is out of memory with B={cfg.B}: " + (
-            f"--B={B} trains the same model in less." if B else "lower --T, or the model's size.")
-    except KeyboardInterrupt:  # train() has handlers of its own
-        problem = "Stopped before the first step."
-    finally:
-        run = None  # DDP first: as the last to hold the group, it would take it down without letting gloo's threads end
-        if dist.is_initialized() and not (alone and place.device.type == "cuda"):
+        cfg, quick_start = parse_args()
+        run_script(cfg, quick_start)
+        if dist.is_initialized():
             dist.destroy_process_group()
-    if problem and dist.is_initialized():  # alone under NCCL: its orderly end would wait for the others for ever
-        print(f"train_gpt2.py: {problem}", file=sys.stderr, flush=True)
-        os._exit(1)
-    if problem:
-        sys.exit(problem if problem == 1 else f"train_gpt2.py: {problem}")
+    except (Exception, KeyboardInterrupt) as error:
+        end_process(error, cfg)
+
+
+def end_process(error, cfg):
+    """Tell what went wrong, in one line where its user can do something, and exit with 1."""
+    line = explain(error, cfg)
+    if line is None:
+        traceback.print_exc()
+    elif line:
+        print(f"train_gpt2.py: {line}", file=sys.stderr, flush=True)
+    if dist.is_initialized():
+        os._exit(1)  # an orderly end would wait for other processes, which may wait for this one
+    sys.exit(1)
 
 
 if __name__ == "__main__":

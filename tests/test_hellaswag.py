@@ -1,18 +1,21 @@
-"""HellaSwag: packed, batched scores are those of a plain loop, for every kind of model; bad input is one line."""
+"""HellaSwag: packed scores are those of a plain loop, for any model; a mishap is one line."""
+import datetime
 import functools
 import http.server
 import json
 import os
 import random
 import shutil
+import signal
+import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from bench import naive_ending_losses
-from conftest import run_script, shared
+from conftest import ROOT, shared
 from torch.nn import functional as F
 
 import hellaswag
@@ -24,7 +27,7 @@ VOCAB = 300
 
 @pytest.fixture(autouse=True)
 def one_thread():
-    """Models this small are not worth threads, which on a busy machine only wait for each other."""
+    """Models this small are not worth threads, which on a busy machine wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -36,11 +39,17 @@ def encode(text):
     return [int(word) for word in text.split()]
 
 
-def made_up(n=20, seed=0, longest_context=40):
+def ids(*numbers):
+    return " ".join(map(str, numbers))
+
+
+def made_up(n=20, seed=0):
     """Questions of random ids. Some endings are a single token, some contexts too."""
     r = random.Random(seed)
-    ids = lambda a, b: " ".join(str(r.randrange(VOCAB)) for _ in range(r.randint(a, b)))
-    return [{"ctx": ids(1, longest_context), "endings": [ids(1, 12) for _ in range(4)], "label": r.randrange(4)}
+
+    def text(longest):
+        return ids(*(r.randrange(VOCAB) for _ in range(r.randint(1, longest))))
+    return [{"ctx": text(40), "endings": [text(12) for _ in range(4)], "label": r.randrange(4)}
             for _ in range(n)]
 
 
@@ -48,100 +57,128 @@ def prepare(questions, model):
     return hellaswag.prepare(questions, model, encode)
 
 
-def gpt(n_vocab=VOCAB, block_size=64, seed=0):
-    torch.manual_seed(seed)
-    model = GPT(GPTConfig(block_size, n_vocab + 20, 2, 2, 32, n_vocab=n_vocab))  # with padding
-    for p in model.parameters():  # large weights, so that a wrong position or mask shows
+def init(model):
+    """Large random weights, so that a wrong position or mask shows."""
+    torch.manual_seed(0)
+    for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
     return model
 
 
+def gpt(n_vocab=VOCAB, block_size=64):
+    return init(GPT(GPTConfig(block_size=block_size, vocab_size=n_vocab + 20, n_layer=2, n_head=2,
+                              n_embd=32, n_vocab=n_vocab)))
+
+
 @torch.no_grad()
 def naive(logits, questions, encode=encode):
-    """Summed losses (Q, 4) and lengths: one ending at a time, unpadded."""
-    tokens = [hellaswag.tokenize(q, encode) for q in questions]
-    losses = [[F.cross_entropy(logits(torch.tensor([context + e]))[0, len(context) - 1:-1].float(), torch.tensor(e),
-                               reduction="sum") for e in endings] for context, endings in tokens]
-    return torch.tensor(losses, dtype=torch.float64), torch.tensor([[len(e) for e in endings] for _, endings in tokens])
+    """Summed losses (Q, 4) and lengths (Q, 4) of a plain loop: one ending at a time, unpadded."""
+    sums, lengths = [], []
+    for question in questions:
+        context, endings = hellaswag.tokenize(question, encode)
+        for ending in endings:
+            predicted = logits(torch.tensor([context + ending]))[0, len(context) - 1:-1].float()
+            sums.append(F.cross_entropy(predicted, torch.tensor(ending), reduction="sum").item())
+            lengths.append(len(ending))
+    return torch.tensor(sums).double().view(-1, 4), torch.tensor(lengths).view(-1, 4)
 
 
 def ending_losses(model, questions, encode=encode):
     """What hellaswag makes of the questions, (Q, 4) each, in their order."""
-    numbered = [q | {"label": i} for i, q in enumerate(questions)]
-    model, batches = getattr(model, "_orig_mod", model), hellaswag.prepare(numbered, model, encode).batches
-    order = torch.cat([labels for labels, _, _ in batches]).argsort()
-    return [torch.cat(x)[order] for x in zip(*(hellaswag.ending_losses(model, *rest) for _, *rest in batches))]
+    numbered = [question | {"label": i} for i, question in enumerate(questions)]
+    batches = hellaswag.prepare(numbered, model, encode).batches
+    order = torch.cat([batch.labels for batch in batches]).argsort()
+    sums, lengths = zip(*(hellaswag.ending_losses(model, batch) for batch in batches), strict=True)
+    return torch.cat(sums)[order], torch.cat(lengths)[order]
 
 
-def same(model, questions, expected, tolerance=1e-5, encode=encode):
-    """Assert that the losses per token are the expected ones, and the score what follows from them."""
-    (sums, lengths), (losses, counted) = expected, ending_losses(model, questions, encode)
-    assert torch.equal(lengths, counted) and ((losses - sums) / lengths).abs().max() < tolerance
-    labels = torch.tensor([q["label"] for q in questions])
-    accuracies = [(x.argmin(1) == labels).double().mean().item() for x in (sums, sums / lengths)]
-    assert hellaswag.evaluate(model, hellaswag.prepare(questions, model, encode)) == (*accuracies, len(questions), 0)
+def assert_same(model, questions, expected, tolerance=1e-5, encode=encode):
+    """The losses per token are the expected ones, and the score is what follows from them."""
+    sums, lengths = expected
+    losses, counted = ending_losses(model, questions, encode)
+    assert torch.equal(lengths, counted)
+    assert ((losses - sums) / lengths).abs().max() < tolerance
+    labels = torch.tensor([question["label"] for question in questions])
+    acc = (sums.argmin(1) == labels).double().mean().item()
+    acc_norm = ((sums / lengths).argmin(1) == labels).double().mean().item()
+    score = hellaswag.evaluate(model, hellaswag.prepare(questions, model, encode))
+    assert score == (acc, acc_norm, len(questions), 0)
 
 
-# ----------------------------------------------------------------------------------------------------- exactness
+# ------------------------------------------------------------------------------- exactness
 def test_made_up_questions_score_as_in_a_plain_loop():
     model, questions = gpt(), made_up(40)
-    same(model, questions, naive(lambda idx: model(idx)[0], questions))
+    assert_same(model, questions, naive(lambda idx: model(idx)[0], questions))
 
 
 def test_real_questions_score_as_in_a_plain_loop(gpt2_encoding, monkeypatch):
     monkeypatch.setattr(hellaswag, "DATA", shared("hellaswag/hellaswag_val.jsonl"))
-    model, some = gpt(n_vocab=50257, block_size=256), list(hellaswag.iterate_examples("val"))[::1000]
-    rendered = [hellaswag.render_example(e) for e in some]
-    with torch.no_grad():
-        sums = torch.stack([naive_ending_losses(model, tokens, mask) for _, tokens, mask, _ in rendered]).double()
-    same(model, some, (sums, torch.stack([mask.sum(1) for _, _, mask, _ in rendered])), encode=hellaswag.gpt2_encode)
-    assert hellaswag.evaluate(model, some) == hellaswag.evaluate(model, hellaswag.prepare(some, model))
+    model = gpt(n_vocab=50257, block_size=256)
+    some = list(hellaswag.iterate_examples("val"))[::1500]
+    expected = naive(lambda idx: model(idx)[0], some, hellaswag.gpt2_encode)
+    assert_same(model, some, expected, encode=hellaswag.gpt2_encode)
+    prepared = hellaswag.prepare(some, model)
+    assert hellaswag.evaluate(model, some) == hellaswag.evaluate(model, prepared)
 
 
 def test_render_example_pads_four_rows(gpt2_encoding):
-    example = {"ctx": "A man is sitting on a roof. he", "endings": ["falls.", "sings a song.", "x", "y z"], "label": 1}
+    example = {"ctx": "A man sits on a roof. he", "label": 1,
+               "endings": ["falls.", "sings a song.", "x", "y z"]}
     data, tokens, mask, label = hellaswag.render_example(example)
     assert tokens.shape == mask.shape and tokens.shape[0] == 4 and label == 1
-    for row, on, ending in zip(tokens, mask, example["endings"]):
+    for row, on, ending in zip(tokens, mask, example["endings"], strict=True):
         assert gpt2_encoding.decode(row[on.bool()].tolist()) == " " + ending
-        assert row[:len(data["context"])].tolist() == gpt2_encoding.encode_ordinary(example["ctx"])
+        assert row[:len(data["context"])].tolist() == gpt2_encoding.encode(example["ctx"])
+    model = gpt(n_vocab=50257)
+    with torch.no_grad():
+        losses = F.cross_entropy(model(tokens)[0][:, :-1].mT, tokens[:, 1:], reduction="none")
+    sums, lengths = ending_losses(model, [example], hellaswag.gpt2_encode)
+    assert torch.allclose((losses * mask[:, 1:]).sum(1).double(), sums[0])
+    assert torch.equal(mask.sum(1), lengths[0])
 
 
 @pytest.mark.parametrize("wrap", [lambda logits: logits, lambda logits: (logits, None)])
 def test_any_function_from_ids_to_logits(wrap):
     model, questions = gpt(), made_up()
-    same(lambda idx: wrap(model(idx)[0]), questions, naive(lambda idx: model(idx)[0], questions))
+    expected = naive(lambda idx: model(idx)[0], questions)
+    assert_same(lambda idx: wrap(model(idx)[0]), questions, expected)
 
 
 def test_memory_is_bounded_whatever_the_questions(monkeypatch):
     monkeypatch.setattr(hellaswag, "CPU_BATCH", 256)
-    model, questions, heads = gpt(), made_up(60), []
-    expected = naive(lambda idx: model(idx)[0], questions)
-    head = model.head
-    monkeypatch.setattr(model, "head", lambda x: heads.append(len(x)) or head(x))
-    assert (ending_losses(model, questions)[0] - expected[0]).abs().max() < 1e-4
-    assert max(heads) == 256 // 3 and sum(heads) == expected[1].sum()  # nowhere but where an ending is predicted
-    assert max(rows[..., 0].numel() for _, rows, _ in prepare(questions, model).batches) <= 256
-    long = [q | {"ctx": "1 " * 5000} for q in questions]
-    assert max(rows.size(1) for _, rows, _ in prepare(long, lambda idx: None).batches) <= hellaswag.LONGEST
+    model, questions, rows = gpt(), made_up(60), []
+    sums, lengths = naive(lambda idx: model(idx)[0], questions)
+    to_logits = model.to_logits
+    monkeypatch.setattr(model, "to_logits", lambda x: rows.append(len(x)) or to_logits(x))
+    assert (ending_losses(model, questions)[0] - sums).abs().max() < 1e-4
+    assert max(rows) == 256 // 3
+    assert sum(rows) == lengths.sum()  # nowhere but where an ending is predicted
+    assert max(batch.tokens.numel() for batch in prepare(questions, model).batches) <= 256
+    long = [question | {"ctx": "1 " * 5000} for question in questions]
+    batches = prepare(long, lambda idx: None).batches
+    assert max(batch.tokens.size(1) for batch in batches) <= hellaswag.LONGEST
 
 
 def test_a_long_question_loses_the_left_of_its_context():
-    model, ids = gpt(block_size=16), lambda *numbers: " ".join(map(str, numbers))
-    few = [ids(7, 8), ids(9, 1, 2), ids(5)]
-    fits, long = ({"ctx": ids(*range(n)), "endings": [ids(*range(20, 26)), *few], "label": 0} for n in (11, 40))
-    ending_long = {"ctx": ids(3, 4, 5), "endings": [ids(*range(50, 80)), *few], "label": 0}
-    questions = [fits, long, ending_long]
-    assert prepare(questions, model).cut == hellaswag.evaluate(model, prepare(questions, model)).cut == 2
-    wide = gpt(block_size=17)  # of an ending's 16 tokens, the last is predicted only; the plain loop reads it too
-    wide.transformer.load_state_dict(model.transformer.state_dict() | {"wpe.weight": torch.cat(
-        (model.transformer.wpe.weight, torch.zeros(1, 32)))})
+    few, six = [ids(7, 8), ids(9, 1, 2), ids(5)], ids(*range(20, 26))
+    fits = {"ctx": ids(*range(11)), "endings": [six, *few], "label": 0}
+    long = {"ctx": ids(*range(40)), "endings": [six, *few], "label": 0}
+    long_ending = {"ctx": ids(3, 4, 5), "endings": [ids(*range(50, 80)), *few], "label": 0}
+    model, questions = gpt(block_size=16), [fits, long, long_ending]
+    prepared = prepare(questions, model)
+    assert prepared.cut == hellaswag.evaluate(model, prepared).cut == 2
+
+    # Of an ending's 16 tokens the last is predicted only; the plain loop reads it, too.
+    wide, state = gpt(block_size=17), model.state_dict()
+    state["transformer.wpe.weight"] = F.pad(state["transformer.wpe.weight"], (0, 0, 0, 1))
+    wide.load_state_dict(state)
     by_hand = [fits, long | {"ctx": ids(*range(29, 40))},
                {"ctx": ids(5), "endings": [ids(*range(50, 66)), *few], "label": 0}]
-    assert torch.allclose(ending_losses(model, questions)[0], naive(lambda idx: wide(idx)[0], by_hand)[0], atol=1e-4)
+    expected = naive(lambda idx: wide(idx)[0], by_hand)[0]
+    assert torch.allclose(ending_losses(model, questions)[0], expected, atol=1e-4)
 
 
-def test_other_vocabularies_are_refused():
+def test_other_vocabularies_and_no_questions_are_refused():
     question = {"ctx": "299", "endings": ["1"] * 4, "label": 0}
     with pytest.raises(HellaSwagError, match="vocabulary of 200"):
         prepare([question], gpt(n_vocab=200))
@@ -151,47 +188,90 @@ def test_other_vocabularies_are_refused():
 
 def test_autocast_and_random_state():
     model, questions = gpt(), made_up()
-    plain, state = ending_losses(model, questions)[0], (torch.random.get_rng_state(), random.getstate())
+    state = torch.random.get_rng_state(), random.getstate()
+    plain = ending_losses(model, questions)[0]
     with torch.autocast("cpu", torch.bfloat16):
-        low, expected = ending_losses(model, questions)[0], naive(lambda idx: model(idx)[0], questions)[0]
+        low = ending_losses(model, questions)[0]
+        expected = naive(lambda idx: model(idx)[0], questions)[0]
     assert torch.equal(state[0], torch.random.get_rng_state()) and state[1] == random.getstate()
     assert 0 < (low - plain).abs().max() < 3 and (low - expected).abs().mean() < 0.3
     assert all(p.grad is None for p in model.parameters()) and model.training
 
 
-def test_compiled_models_score_the_same():
+def test_compiled_models_score_the_same_and_are_not_compiled_anew():
+    graphs = []
+
+    def backend(graph, inputs):  # what follows the capture of a graph, a C++ compiler, adds nothing
+        graphs.append(graph)
+        return graph.forward
     model, questions = gpt(), made_up(30)
-    compiled = torch.compile(model, backend="eager")  # what follows the graphs' capture, a C++ compiler, adds nothing
-    compiled(torch.zeros(1, 8, dtype=torch.int64))  # really compiled, for the shape that training has
-    torch._dynamo.utils.counters.clear()
-    scores = [hellaswag.evaluate(m, prepare(questions, m)) for m in (compiled, model)]
-    assert scores[0] == scores[1]
-    assert torch.equal(ending_losses(compiled, questions)[0], ending_losses(model, questions)[0])
-    assert not torch._dynamo.utils.counters["frames"]  # nothing is compiled anew for ragged batches
+    for plain in (model, lambda idx: model(idx)[0]):
+        compiled = torch.compile(plain, backend=backend)
+        compiled(torch.zeros(1, 8, dtype=torch.int64))  # for the shape that training has
+        assert len(graphs) == 1
+        assert_same(compiled, questions, ending_losses(plain, questions))
+        assert len(graphs) == 1
+        graphs.clear()
 
 
-# ---------------------------------------------------------------------------------------------------- transformers
-@pytest.mark.parametrize("kind, packed", [("gpt2", True), ("gpt_neox", True), ("llama", True), ("granite", False)])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_losses_that_are_not_finite_are_an_error(value):
+    model = gpt()
+    torch.nn.init.constant_(model.lm_head.weight, value)
+    with pytest.raises(HellaSwagError, match="losses are not finite"):
+        hellaswag.evaluate(model, prepare(made_up(), model))
+
+
+def test_stop_abandons_the_evaluation(monkeypatch):
+    monkeypatch.setattr(hellaswag, "CPU_BATCH", 256)
+    model, asked = gpt(), []
+    prepared = prepare(made_up(), model)
+    score = hellaswag.evaluate(model, prepared, stop=lambda: bool(asked.append("never")))
+    assert score == hellaswag.evaluate(model, prepared)
+    assert len(asked) == len(prepared.batches) > 3
+    scored, count_right = [], hellaswag.count_right
+
+    def noted(model, batch):
+        scored.append(batch)
+        return count_right(model, batch)
+    monkeypatch.setattr(hellaswag, "count_right", noted)
+    assert hellaswag.evaluate(model, prepared, stop=lambda: len(scored) == 2) is None
+    assert len(scored) == 2
+
+
+# ---------------------------------------------------------------------------- transformers
+@pytest.mark.parametrize("kind, packed", [("gpt2", True), ("gpt_neox", True), ("llama", True),
+                                          ("granite", False)])
 def test_transformers_models(kind, packed):
-    """Granite scales logits after its head, as one of those that a packed row does not suit."""
+    """Granite scales logits after its head: one of those that a packed row does not suit."""
     t = pytest.importorskip("transformers")
-    torch.manual_seed(0)
-    model = t.AutoModelForCausalLM.from_config(t.AutoConfig.for_model(
-        kind, vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        max_position_embeddings=64)).eval()
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2)
-    questions = made_up(8)
+    config = t.AutoConfig.for_model(
+        kind, vocab_size=VOCAB, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64)
+    model, questions = init(t.AutoModelForCausalLM.from_config(config).eval()), made_up(8)
+    expected = naive(lambda idx: model(idx).logits, questions)
     assert hellaswag.reads_packed(model) == packed
-    same(model, questions, naive(lambda idx: model(idx).logits, questions), tolerance=5e-5)
+    assert_same(model, questions, expected, tolerance=5e-5)
+    compiled = torch.compile(model, backend="eager")
+    assert hellaswag.reads_packed(compiled) == packed
+    assert torch.equal(ending_losses(compiled, questions)[0], ending_losses(model, questions)[0])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny GPT of ours with GPT-2's vocabulary, exported for transformers without a tokenizer."""
+    """A tiny GPT of ours with GPT-2's vocabulary, exported without a tokenizer."""
     pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("hf") / "tiny"
     gpt(n_vocab=50257).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def bytes_folder(tmp_path_factory):
+    """A tiny GPT of ours with the byte vocabulary, exported with its tokenizer."""
+    pytest.importorskip("transformers")
+    path = tmp_path_factory.mktemp("hf") / "bytes"
+    gpt(n_vocab=257).save_pretrained(path, get_encoding("bytes"))
     return path
 
 
@@ -199,54 +279,83 @@ def test_transformers_and_ours_agree_on_the_same_weights(folder):
     ours, questions = gpt(n_vocab=50257), made_up()
     theirs, text_to_ids = hellaswag.load_model(str(folder), "cpu")
     assert hellaswag.reads_packed(theirs) and text_to_ids == hellaswag.gpt2_encode
-    same(theirs, questions, ending_losses(ours, questions))
+    assert_same(theirs, questions, ending_losses(ours, questions))
 
 
-def test_another_vocabulary_comes_with_its_tokenizer(tmp_path):
-    pytest.importorskip("transformers")
-    gpt(n_vocab=257).save_pretrained(tmp_path / "bytes", get_encoding("bytes"))
-    text_to_ids = hellaswag.load_model(str(tmp_path / "bytes"), "cpu")[1]
+def test_another_vocabulary_comes_with_its_tokenizer(bytes_folder):
+    text_to_ids = hellaswag.load_model(str(bytes_folder), "cpu")[1]
     question = {"ctx": "ab", "endings": ["c", "d", "e", "f g"], "label": 0}
-    assert hellaswag.tokenize(question, text_to_ids) == ([97, 98], [[32, 99], [32, 100], [32, 101], [32, 102, 32, 103]])
-    with_start = lambda text: [1, *text.encode()]
-    assert hellaswag.tokenize(question, with_start)[0] == [1, 97, 98]
-    assert hellaswag.tokenize(question, with_start)[1] == hellaswag.tokenize(question, text_to_ids)[1]
+    endings = [[32, 99], [32, 100], [32, 101], [32, 102, 32, 103]]
+    assert hellaswag.tokenize(question, text_to_ids) == ([97, 98], endings)
+    assert hellaswag.tokenize(question, lambda text: [1, *text.encode()]) == ([1, 97, 98], endings)
 
 
-# ------------------------------------------------------------------------------------------------------- processes
+def test_a_folders_tokenizer_goes_before_gpt2s(folder, bytes_folder, tmp_path):
+    both = shutil.copytree(folder, tmp_path / "both")
+    for file in bytes_folder.glob("tokenizer*"):
+        shutil.copy(file, both)
+    text_to_ids = hellaswag.load_model(str(both), "cpu")[1]
+    assert text_to_ids("ab c") == [97, 98, 32, 99]
+
+
+# ------------------------------------------------------------------------------- processes
 def one_of_two(rank, store, out):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    """A rank's score, what becomes of it if rank 1 wants to stop, and if rank 1's model is broken.
+
+    Rank 1, with a batch less, does so when it has none left.
+    """
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2,
+                            timeout=datetime.timedelta(minutes=2))
     torch.set_num_threads(1)
     hellaswag.CPU_BATCH = 256
-    score = hellaswag.evaluate(gpt(), prepare(made_up(50), gpt()))
-    open(f"{out}{rank}", "w").write(json.dumps(score))
+    model, asked = gpt(), []
+    prepared = prepare(made_up(50), model)
+    assert len(prepared.batches) % 2 == 1
+
+    def stop():
+        asked.append(rank)
+        wishes = torch.tensor(rank == 1 and len(asked) > len(prepared.batches) // 2).int()
+        dist.all_reduce(wishes)
+        return wishes.item() > 0
+    results = [hellaswag.evaluate(model, prepared),
+               hellaswag.evaluate(model, prepared, stop=stop), len(asked)]
+    if rank == 1:
+        torch.nn.init.constant_(model.lm_head.weight, float("nan"))
+    try:
+        hellaswag.evaluate(model, prepared)
+    except HellaSwagError as e:
+        results.append(str(e))
+    Path(f"{out}{rank}").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
 def test_two_processes_are_one(tmp_path):
-    torch.multiprocessing.start_processes(one_of_two, (str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2,
-                                          start_method="fork" if sys.platform == "linux" else "spawn")
-    alone = list(hellaswag.evaluate(gpt(), prepare(made_up(50), gpt())))
-    assert [json.loads((tmp_path / f"out{rank}").read_text()) for rank in range(2)] == [alone, alone]
+    method = "fork" if sys.platform == "linux" else "spawn"
+    torch.multiprocessing.start_processes(
+        one_of_two, (str(tmp_path / "store"), str(tmp_path / "out")), nprocs=2,
+        start_method=method)
+    results = [json.loads((tmp_path / f"out{rank}").read_text()) for rank in range(2)]
+    assert results[0] == results[1]
+    score, stopped, asked, error = results[0]
+    assert score == list(hellaswag.evaluate(gpt(), prepare(made_up(50), gpt())))
+    assert stopped is None and asked > 1
+    assert "not finite" in error
 
 
-# ------------------------------------------------------------------------------------------------------------ data
+# ------------------------------------------------------------------------------------ data
 def example(**changes):
-    return {"ind": 1, "ctx": "A man is on a roof. he", "endings": ["falls off.", "sings.", "sleeps.", "is a roof."],
-            "label": 3} | changes
-
-
-def lines(*examples):
-    return b"".join(e if isinstance(e, bytes) else json.dumps(e).encode() + b"\n" for e in examples)
+    return {"ind": 1, "ctx": "A man is on a roof. he", "label": 3,
+            "endings": ["falls off.", "sings.", "sleeps.", "is a roof."]} | changes
 
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """Function: put questions where HellaSwag is looked for."""
+    """Function: put questions, dicts or raw lines, where HellaSwag is looked for."""
     monkeypatch.setattr(hellaswag, "DATA", tmp_path / "hellaswag_val.jsonl")
 
     def put(*examples):
-        hellaswag.DATA.write_bytes(lines(*examples))
+        lines = [e if isinstance(e, bytes) else json.dumps(e).encode() for e in examples]
+        hellaswag.DATA.write_bytes(b"\n".join(lines) + b"\n")
         monkeypatch.setattr(hellaswag, "TOTAL", len(examples))
     return put
 
@@ -259,12 +368,15 @@ def test_questions_come_in_file_order_with_labels_as_numbers(data):
         hellaswag.iterate_examples("train")
 
 
-@pytest.mark.parametrize("bad", [b"\n", b'{"ctx": "A ma', b"\xff\xfe\n", b"[1]\n", b"[" * 100_000, example(label=4),
-                                 example(label=True), example(ctx=""), example(endings=["a"] * 3),
-                                 example(endings=["a", "b", "c", ""]), example(endings="abcd")])
+@pytest.mark.parametrize("bad", [
+    b"", b'{"ctx": "A ma', b"\xff\xfe", b"[1]", b"[" * 100_000, example(label=4),
+    example(label=True), example(ctx=""), example(endings=["a"] * 3),
+    example(endings=["a", "b", "c", ""]), example(endings="abcd"),
+    example(ctx="a" + " " * 20_000)])
 def test_a_damaged_line_is_named(bad, data):
     data(example(), example(), bad)
-    with pytest.raises(HellaSwagError, match=r"damaged in line 3 \(.*\): delete .*hellaswag_val\.jsonl and .*\.$") as e:
+    pattern = r"damaged in line 3 of .*hellaswag_val\.jsonl \(.*\): delete .*\.$"
+    with pytest.raises(HellaSwagError, match=pattern) as e:
         hellaswag.iterate_examples("val")
     assert "\n" not in str(e.value) and len(str(e.value)) < 400
 
@@ -272,22 +384,40 @@ def test_a_damaged_line_is_named(bad, data):
 def test_the_file_must_be_whole(data, monkeypatch):
     data(*[example()] * 3)
     monkeypatch.setattr(hellaswag, "TOTAL", 10_042)
-    with pytest.raises(HellaSwagError, match=r"line 4 \(3 of 10,042 questions\): delete"):
+    with pytest.raises(HellaSwagError, match=r"line 4 .*\(3 of 10,042 questions\): delete"):
+        hellaswag.iterate_examples("val")
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/no/where", path)])
+def test_what_is_no_file_is_one_line(make, data):
+    make(hellaswag.DATA)
+    with pytest.raises(HellaSwagError, match=r"hellaswag_val.jsonl is not a file: move it away"):
+        hellaswag.iterate_examples("val")
+
+
+def test_a_file_that_cannot_be_read_is_one_line(monkeypatch):
+    monkeypatch.setattr(hellaswag, "DATA", Path("/proc/self/mem"))
+    if not hellaswag.DATA.is_file():
+        pytest.skip("no /proc here")
+    with pytest.raises(HellaSwagError, match=r"/proc/self/mem cannot be read \(Input/output"):
         hellaswag.iterate_examples("val")
 
 
 class StandInHub(http.server.BaseHTTPRequestHandler):
     """What huggingface_hub asks of a hub for one file; class attributes say which."""
-    protocol_version, content, asked = "HTTP/1.1", b"", []
+    protocol_version, content, busy, asked = "HTTP/1.1", b"", 0, []
+    file = "/refs%2Fconvert%2Fparquet/default/validation/0000.parquet"
 
     def do_GET(self, body=True):
         self.asked.append((self.command, self.path))
-        found = self.path.endswith("/resolve/refs%2Fconvert%2Fparquet/default/validation/0000.parquet")
+        found = self.path.endswith(self.file)
         content = self.content if found else b"no such thing"
-        self.send_response(200 if found else 404)
-        for name, value in (("Content-Length", len(content)), ("ETag", f'"{hash(content):x}"'),
-                            ("X-Repo-Commit", "0" * 40), ("Accept-Ranges", "bytes")):
-            self.send_header(name, str(value))
+        status = 503 if len(self.asked) <= self.busy else 200 if found else 404
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", f'"{hash(content):x}"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        self.send_header("Accept-Ranges", "bytes")
         self.end_headers()
         if body:
             self.wfile.write(content)
@@ -299,50 +429,74 @@ class StandInHub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-FETCH = """
-import sys; sys.path.insert(0, {root!r})
-import hellaswag; from pathlib import Path
-hellaswag.DATA = Path({data!r}); hellaswag.TOTAL = 3
-try: print([e["label"] for e in hellaswag.iterate_examples("val")])
-except hellaswag.HellaSwagError as e: sys.exit(f"hellaswag.py: {{e}}")
-"""
-
-
-@pytest.mark.parametrize("give, ok", [("parquet", True), ("too few", False), ("nonsense", False), ("offline", False)])
-def test_fetching_from_a_hub(give, ok, tmp_path):
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """Function: start a StandInHub that has `n` questions. HellaSwag is missing, to be fetched."""
+    huggingface_hub = pytest.importorskip("huggingface_hub")
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
-    rows = [example(label=str(i), ctx_a="A man", ctx_b="he") for i in range(3 if give == "parquet" else 2)]
-    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "hub.parquet")
-    hub = type("Hub", (StandInHub,), {"asked": [], "content": b"PAR1 not" if give == "nonsense" else
-                                      (tmp_path / "hub.parquet").read_bytes()})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    data = tmp_path / "hellaswag" / "hellaswag_val.jsonl"
-    script = tmp_path / "fetch.py"
-    script.write_text(FETCH.format(root=os.path.dirname(hellaswag.__file__), data=str(data)))
-    env = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(tmp_path / "home"), "NO_PROXY": "*",
-           "HF_HUB_OFFLINE": "1" if give == "offline" else "0"}
-    first, asked = run_script(script, env=env), len(hub.asked)
-    if ok:
-        again = run_script(script, env=env)
-        assert first.returncode == 0 and first.stdout.endswith("[0, 1, 2]\n"), first.stderr
-        assert again.stdout == "[0, 1, 2]\n" and len(hub.asked) == asked > 0  # fetched once
-        assert json.loads(data.read_text().splitlines()[0])["ctx_a"] == "A man"
-    else:
-        assert first.returncode == 1 and not data.exists()
-        one_line(first, "HellaSwag", "of 3 questions" if give == "too few" else "can't be fetched (", str(data))
-    assert [p.name for p in data.parent.glob("*")] == (["hellaswag_val.jsonl"] if ok else [])  # no leftovers
-    server.shutdown()
+    servers = []
+
+    def start(n=3, **attributes):
+        rows = [example(label=str(i), ctx_a="A man", ctx_b="he") for i in range(n)]
+        parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "hub.parquet")
+        attributes = {"asked": [], "content": (tmp_path / "hub.parquet").read_bytes(), **attributes}
+        handler = type("Hub", (StandInHub,), attributes)
+        servers.append(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
+        threading.Thread(target=servers[0].serve_forever, args=(0.01,), daemon=True).start()
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{servers[0].server_port}/")
+        return handler
+    monkeypatch.setenv("NO_PROXY", "*")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    huggingface_hub.logging.set_verbosity_warning()  # whatever was set in this process before
+    monkeypatch.setattr(hellaswag, "DATA", tmp_path / "hellaswag" / "hellaswag_val.jsonl")
+    monkeypatch.setattr(hellaswag, "TOTAL", 3)
+    yield start
+    for server in servers:
+        server.shutdown()
+        server.server_close()
 
 
-# ---------------------------------------------------------------------------------------------------- command line
-def one_line(result, *parts):
-    """Assert that a script ended with exit code 1 and one sentence on stderr that holds the parts."""
-    assert result.returncode == 1, result.stderr
-    assert result.stderr.count("\n") == 1 and "Traceback" not in result.stderr, result.stderr
-    assert all(part in result.stderr for part in parts), result.stderr
+@pytest.mark.parametrize("busy", [0, 2])
+def test_fetching_from_a_hub(busy, hub, capsys, caplog):
+    """A hub that is too busy at first is asked again, without a line about it."""
+    handler = hub(busy=busy)
+    assert [e["label"] for e in hellaswag.iterate_examples("val")] == [0, 1, 2]
+    asked = len(handler.asked)
+    assert [e["label"] for e in hellaswag.iterate_examples("val")] == [0, 1, 2]
+    assert len(handler.asked) == asked > busy  # fetched once
+    assert json.loads(hellaswag.DATA.read_text().splitlines()[0])["ctx_a"] == "A man"
+    assert list(hellaswag.DATA.parent.iterdir()) == [hellaswag.DATA]  # no leftovers
+    out = capsys.readouterr().out
+    assert out.startswith("downloading HellaSwag") and out.count("\n") == 1
+    assert not caplog.records
 
 
+@pytest.mark.parametrize("give, message", [
+    (dict(n=2), r"damaged in line 3 of the download \(2 of 3 questions\): try again"),
+    (dict(content=b"PAR1 not"), r"downloaded from http://127.* \(.*[Pp]arquet.*\): check"),
+    (dict(file="/another"), r"downloaded from .* \(.*404.*\): check .* put the questions at ")])
+def test_a_hub_that_gives_nothing_good_is_one_line(give, message, hub):
+    hub(**give)
+    with pytest.raises(HellaSwagError, match=message) as e:
+        hellaswag.iterate_examples("val")
+    assert "\n" not in str(e.value) and not hellaswag.DATA.parent.exists()
+
+
+def test_what_cannot_be_kept_is_scored_from_memory(hub, capsys):
+    hub()
+    hellaswag.DATA.parent.write_text("a file where the folder should be")
+    assert [e["label"] for e in hellaswag.iterate_examples("val")] == [0, 1, 2]
+    line = capsys.readouterr().out.splitlines()[1]
+    assert "not kept at" in line and "(File exists): it is scored from memory" in line
+
+
+def test_someone_elses_errors_are_cut_between_words():
+    line = hellaswag.first_line(ValueError("sixteen letters. " * 20 + "\nanother line"))
+    assert 100 < len(line) < 160 and set(line.split()) == {"sixteen", "letters.", "..."}
+    assert hellaswag.first_line(ValueError()) == "ValueError"
+
+
+# ---------------------------------------------------------------------------- command line
 @pytest.fixture
 def questions(data):
     data(*[example(label=i % 4) for i in range(12)], example(ctx="A man is on a roof. " * 30))
@@ -360,12 +514,13 @@ def main(monkeypatch):
 def test_command_line_scores_a_folder(folder, questions, gpt2_encoding, main, capsys):
     main("-m", folder, "-d", "cpu")
     out, err = capsys.readouterr()
-    model = gpt(n_vocab=50257)
-    score = hellaswag.evaluate(model, list(hellaswag.iterate_examples("val")))
+    score = hellaswag.evaluate(gpt(n_vocab=50257), list(hellaswag.iterate_examples("val")))
     error = (score.acc * (1 - score.acc) / 13) ** 0.5
-    for part in (f"acc      {score.acc:.4f} +- {error:.4f}", f"acc_norm {score.acc_norm:.4f}", "13 questions (1 cut",
-                 "examples/s", "0.2859 / 0.2955", "0.3842 / 0.4893", "0.337"):
+    for part in (f"acc      {score.acc:.4f} +- {error:.4f}", f"acc_norm {score.acc_norm:.4f}",
+                 "13 questions (1 cut", "examples/s", "0.2859 / 0.2955", "0.3842 / 0.4893",
+                 "0.337"):
         assert part in out
+    assert out.isascii()
     assert "acc_norm" in err and "warn" not in err.lower()  # the progress bar alone
 
 
@@ -375,48 +530,111 @@ def refusal(main, capsys):
     def run(*args):
         with pytest.raises(SystemExit) as e:
             main(*args)
-        assert isinstance(e.value.code, str) and "\n" not in e.value.code and capsys.readouterr().err == ""
+        assert isinstance(e.value.code, str) and "\n" not in e.value.code
+        assert capsys.readouterr().err == ""
         return e.value.code  # Python prints it to stderr and exits with code 1
     return run
 
 
 def test_bad_command_lines_are_one_line(questions, refusal, folder):
-    one_line(run_script("hellaswag.py", "--limit", "many"), "many", "--help")
-    assert "--help" in refusal("--what") and "at least one" in refusal("--limit", 0, "-m", folder, "-d", "cpu")
-    assert "on abacus" in refusal("-d", "abacus", "-m", folder)
+    many = refusal("--limit", "many")
+    assert "many" in many and "--help" in many and "--help" in refusal("--what")
+    assert "at least one" in refusal("--limit", 0, "-m", folder, "-d", "cpu")
+    for device in ("abacus", "meta"):
+        assert f"-d {device} is not a device" in refusal("-d", device, "-m", folder)
     hellaswag.DATA.write_bytes(hellaswag.DATA.read_bytes() + b'{"ctx": ')
     assert "damaged in line 14" in refusal()
 
 
 def test_bad_models_are_one_line(questions, tmp_path, folder, gpt2_encoding, refusal, monkeypatch):
-    import huggingface_hub
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     load = functools.partial(refusal, "-d", "cpu", "-m")
-    assert "-m nobody/nothing can't be loaded" in load("nobody/nothing")
-    assert "model_19073.pt can't be loaded" in load("log/model_19073.pt")
+    for name in ("nobody/nothing", "log/model_19073.pt", "x" * 300):
+        assert f"-m {name} is not a folder, and from the hub cannot be loaded" in load(name)
     (tmp_path / "empty").mkdir()
-    assert "empty can't be loaded" in load(tmp_path / "empty")
+    assert "empty is a folder that cannot be loaded" in load(tmp_path / "empty")
     broken = shutil.copytree(folder, tmp_path / "broken")
     weights = (broken / "model.safetensors").read_bytes()
     (broken / "model.safetensors").write_bytes(weights[:len(weights) // 2])
-    assert "broken can't be loaded" in load(broken)
+    assert "broken is a folder that cannot be loaded" in load(broken)
     config = json.loads((broken / "config.json").read_text()) | {"n_layer": 3}
     (broken / "config.json").write_text(json.dumps(config))
     (broken / "model.safetensors").write_bytes(weights)
     assert "it lacks transformer.h.2" in load(broken)
-    gpt(n_vocab=VOCAB).save_pretrained(tmp_path / "small")
-    assert any(part in load(tmp_path / "small") for part in ("vocabulary of 300", "can't be loaded"))  # no tokenizer
+    gpt(n_vocab=VOCAB).save_pretrained(tmp_path / "small")  # without a tokenizer
+    small = load(tmp_path / "small")
+    assert "vocabulary of 300" in small or "cannot be loaded" in small
+
+
+def test_a_folders_python_is_not_run(questions, tmp_path, folder, refusal, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")  # were anybody asked
+    theirs = shutil.copytree(folder, tmp_path / "theirs")
+    (theirs / "code.py").write_text(f"open({str(tmp_path / 'was_run')!r}, 'w')")
+    config = json.loads((theirs / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    (theirs / "config.json").write_text(json.dumps(config | {"model_type": "theirs"}))
+    assert "theirs needs Python code of its own" in refusal("-d", "cpu", "-m", theirs)
+    (theirs / "config.json").write_text(json.dumps(config))  # a GPT-2 needs none of it
+    hellaswag.load_model(str(theirs), "cpu")
+    assert not (tmp_path / "was_run").exists()
 
 
 def test_without_the_vocabulary_it_says_so(questions, monkeypatch, refusal, folder):
     import tiktoken
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: (_ for _ in ()).throw(OSError("no network")))
+
+    def get_encoding(name):
+        raise OSError("no network")
+    monkeypatch.setattr(tiktoken, "get_encoding", get_encoding)
     assert "TIKTOKEN_CACHE_DIR" in refusal("-m", folder, "-d", "cpu")
 
 
-def test_importing_and_help_do_nothing_heavy(tmp_path):
-    script = tmp_path / "probe.py"
-    script.write_text(f"import sys; sys.path.insert(0, {os.path.dirname(hellaswag.__file__)!r})\nimport hellaswag\n"
-                      "print(sorted({'transformers', 'datasets', 'huggingface_hub', 'tiktoken'} & set(sys.modules)))")
-    result = run_script(script)
-    assert (result.stdout, result.stderr) == ("[]\n", "")
+def gpu_is_full():
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+@pytest.mark.parametrize("fail, message", [
+    (gpu_is_full, "cpu has too little memory for"),
+    (lambda: torch.empty(2**60), "cpu has too little memory for"),
+    (lambda: signal.raise_signal(signal.SIGINT), "hellaswag.py: stopped.")])
+def test_memory_and_ctrl_c_are_one_line(fail, message, questions, refusal, folder, monkeypatch):
+    monkeypatch.setattr(hellaswag, "evaluate", lambda *args, **kwargs: fail())
+    assert message in refusal("-m", folder, "-d", "cpu")
+
+
+def test_ctrl_c_while_importing_is_quiet(tmp_path):
+    (tmp_path / "torch.py").write_text("import signal; signal.raise_signal(signal.SIGINT)")
+    result = subprocess.run([sys.executable, ROOT / "hellaswag.py"], capture_output=True,
+                            env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (result.returncode, result.stdout, result.stderr) == (-signal.SIGINT, b"", b"")
+
+
+def test_importing_does_nothing_heavy():
+    heavy = "{'transformers', 'datasets', 'huggingface_hub', 'tiktoken'}"
+    probe = f"import sys, hellaswag; print({heavy} & set(sys.modules))"
+    result = subprocess.run([sys.executable, "-c", probe], cwd=ROOT, capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == ("set()\n", "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full here")
+def test_lost_output_changes_nothing(folder, questions, gpt2_encoding, tmp_path):
+    """Three commands at once, each of which loses other output."""
+    program, name = tmp_path / "hellaswag.py", shutil.copytree(folder, tmp_path / "mod\u00e8le")
+    source = (ROOT / "hellaswag.py").read_text()
+    program.write_text(source.replace("TOTAL = 10_042", "TOTAL = 13"))
+    (tmp_path / "hellaswag").mkdir()
+    shutil.copy(hellaswag.DATA, tmp_path / "hellaswag")
+
+    def start(*args, **options):
+        return subprocess.Popen([sys.executable, program, *args], **options,
+                                env={**os.environ, "PYTHONIOENCODING": "ascii"})
+    read, closed_pipe = os.pipe()
+    os.close(read)
+    with open("/dev/full", "w") as full:
+        scores = start("-d", "cpu", "-m", name, stdout=subprocess.PIPE, stderr=closed_pipe)
+        helps = start("--help", stdout=full, stderr=subprocess.PIPE)
+        helps_nobody = start("--help", preexec_fn=lambda: os.closerange(1, 3))
+    os.close(closed_pipe)
+    out = scores.communicate()[0].decode()
+    assert scores.returncode == 0 and r"mod\xe8le on cpu" in out and "acc_norm" in out
+    assert helps.communicate()[1] == b"" and helps.returncode == 0
+    assert helps_nobody.wait() == 0

@@ -1,25 +1,44 @@
-"""What a run leaves for people to look at: curves.png, run.json, times and text they can read."""
+"""What a run leaves for people to look at: log lines, curves.png, run.json, help."""
 import json
-import os
-import subprocess
+import re
+import signal
 import sys
 
 import pytest
+from conftest import (
+    Forked,
+    assert_close_logs,
+    flags,
+    run_python,
+    run_script,
+    succeed,
+    write_text,
+)
 
 import train_gpt2 as t
-from conftest import ROOT, run_script
-from test_train import ONE_THREAD, flags
 
-LOG = "".join(f"{s} train {10 - s / 100}\n" for s in range(500)) + "0 val 10.9\n250 val 7.1\n0 hella 0.25\n250 hella 0.26\n"
+TRAINING = "".join(f"{step} train {10 - step / 100}\n" for step in range(500))
+LOG = TRAINING + "0 val 10.9\n250 val 7.1\n0 hella 0.25\n250 hella 0.26\n"
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("report")
+    write_text(folder)
+    return folder
+
+
+# ---------------------------------------------------------------------------------- curves
 def draw(folder, log):
     (folder / "log.txt").write_text(log)
-    t.draw_curves(t.Config(log_dir=str(folder)))
+    constants = {"total_batch_size": 2048, "encoding": "gpt2"}
+    (folder / "run.json").write_text(json.dumps({"constants": constants}))
+    t.draw_curves(str(folder))
     return folder / "curves.png"
 
 
-@pytest.mark.parametrize("log", [LOG, "", "0 val 10.9\n", "0 val 10.9\n0 hella 0.25\n", "0 train nan\n", LOG + "251 tra"])
+@pytest.mark.parametrize("log", [LOG, "", "0 val 10.9\n", "0 val 10.9\n0 hella 0.25\n",
+                                 "0 train nan\n", LOG + "251 tra"])
 def test_curves_are_drawn_of_any_log(tmp_path, log):
     pytest.importorskip("matplotlib")
     assert draw(tmp_path, log).read_bytes().startswith(b"\x89PNG")
@@ -30,50 +49,60 @@ def test_curves_tell_what_to_beat(tmp_path, monkeypatch):
     seen = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **_: seen.append(self))
     draw(tmp_path, LOG)
-    labels = " ".join(text.get_text() for panel in seen[0].axes for text in panel.get_legend().get_texts())
+    legends = [panel.get_legend().get_texts() for panel in seen[0].axes]
+    labels = " ".join(text.get_text() for texts in legends for text in texts)
     for number in ("3.2924", "0.2945", "0.337"):
         assert number in labels
-    assert all("tokens" in panel.get_xlabel() for panel in seen[0].axes)
+    for panel in seen[0].axes:
+        assert "tokens" in panel.get_xlabel()
+        assert panel.xaxis.get_major_formatter()(1_500_000) == "1.5 M"
 
 
-def test_no_picture_is_no_reason_to_die(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)  # as where it is not installed
-    with pytest.raises(ImportError):
-        draw(tmp_path, LOG)
-    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(data=ROOT / "input.txt", log_dir=tmp_path / "log", max_steps=1)])
-    monkeypatch.setattr(t.signal, "signal", lambda *_: None)
-    t.main()
-    assert (tmp_path / "log" / "log.txt").exists() and not (tmp_path / "log" / "curves.png").exists()
+def test_the_documented_command_draws_the_curves_of_any_run(tmp_path):
+    pytest.importorskip("matplotlib")
+    draw(tmp_path, LOG).unlink()
+    code = re.search(r'python -c "(.*draw_curves.*)"', t.__doc__)[1]
+    done = run_python(code.replace("'log'", f"'{tmp_path}'"))
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (tmp_path / "curves.png").exists()
 
 
-def test_a_broken_picture_is_no_reason_to_die(tmp_path):
+def test_no_picture_is_no_reason_to_die(folder):
+    run = succeed(Forked(folder / "without", max_steps=1, hide=["matplotlib", "transformers"]))
+    assert "curves     off: no matplotlib here" in run.out
+    assert not (run.log_dir / "curves.png").exists()
+
+
+def test_a_broken_picture_is_no_reason_to_die(folder, tmp_path):
     (tmp_path / "matplotlib").mkdir()
-    (tmp_path / "matplotlib" / "__init__.py").write_text("raise RuntimeError('broken installation')")
-    done = run_script("train_gpt2.py", *flags(data=ROOT / "input.txt", log_dir=tmp_path / "log", max_steps=1),
-                      env=ONE_THREAD | {"PYTHONPATH": str(tmp_path)})
+    (tmp_path / "matplotlib" / "__init__.py").write_text("raise RuntimeError('broken')")
+    done = run_script("train_gpt2.py", *flags(folder / "broken", max_steps=1),
+                      env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    assert "no curves.png this time: RuntimeError broken installation" in done.stdout
+    assert "no curves.png this time: RuntimeError broken" in done.stdout
 
 
-def test_a_run_describes_itself(tmp_path):
+# -------------------------------------------------------------------------- words on stdout
+def test_a_run_describes_itself(folder):
     """Constants, versions, command and commit, for json and for people; each start is added."""
-    words = flags(data=ROOT / "input.txt", log_dir=tmp_path / "log", max_steps=4, save_every=2, n_embd=16)
-    stop = "import sys, os, signal; sys.path.insert(0, {!r}); import train_gpt2 as t; step = t.train_step\n" \
-           "def once(run, signals=()):\n    os.kill(os.getpid(), signal.SIGTERM)\n    return step(run, signals)\n" \
-           "t.train_step = once; t.main()".format(str(ROOT))
-    subprocess.run([sys.executable, "-c", stop, *words], env={**os.environ, **ONE_THREAD}, check=True, timeout=60)
-    assert run_script("train_gpt2.py", *words, env=ONE_THREAD).returncode == 0
-    run = json.loads((tmp_path / "log" / "run.json").read_text())
-    assert run["constants"]["n_embd"] == 16 and set(run["constants"]) == set(t.Config.__dataclass_fields__)
+    words = dict(max_steps=4, save_every=2, n_embd=16)
+    succeed(Forked(folder / "log", arrange={"signal_at": (signal.SIGTERM, 0)}, **words))
+    succeed(Forked(folder / "log", **words))
+    text = (folder / "log" / "run.json").read_text()
+    run = json.loads(text)
+    assert run["constants"]["n_embd"] == 16
+    assert set(run["constants"]) == set(t.Config.__dataclass_fields__)
     first, second = run["starts"]
     assert (first["step"], second["step"]) == (0, 1)
-    assert second["command"][1:] == words and second["versions"]["torch"] and second["processes"] == 1
+    assert second["command"][1:] == flags(folder / "log", **words)
+    assert second["versions"]["torch"] and second["processes"] == 1
     assert "commit" in second and "16 wide" in second["said"]["model"]
-    assert (tmp_path / "log" / "run.json").read_text().count("\n") > 40  # indented: people read it too
+    assert text.count("\n") > 40  # indented: people read it too
 
 
-def test_durations_are_in_units_people_read():
-    assert [t.duration(s) for s in (0.4, 59, 61, 3600, 86400 + 7200)] == ["0s", "59s", "1m01s", "1h00m", "1d02h"]
+def test_the_commit_is_told():
+    commit = t.git_commit()
+    assert commit is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", commit)
 
 
 @pytest.mark.parametrize("script", ["train_gpt2.py", "fineweb.py", "hellaswag.py"])
@@ -85,9 +114,47 @@ def test_help_fits_a_terminal_and_prints_nothing_else(script):
     assert "\x1b" not in done.stdout
 
 
-def test_an_ascii_terminal_shows_everything(tmp_path):
-    folder = tmp_path / "données"
-    done = run_script("train_gpt2.py", *flags(data=ROOT / "input.txt", log_dir=folder, max_steps=1, sample_every=1,
-                                              sample_tokens=50), env=ONE_THREAD | {"PYTHONIOENCODING": "ascii"})
+def test_an_ascii_terminal_shows_everything(folder):
+    done = run_script("train_gpt2.py", env={"PYTHONIOENCODING": "ascii"},
+                      *flags(folder / "données", max_steps=1, sample_every=1, sample_tokens=50))
     assert done.returncode == 0, done.stderr
-    assert "donn\\xe9es/log.txt" in done.stdout and "--- sample of rank 0 at step 1" in done.stdout
+    assert "donn\\xe9es/log.txt" in done.stdout
+    assert "--- sample of rank 0 at step 1" in done.stdout
+
+
+# -------------------------------------------------------------- reporting one step later
+class Computed:
+    """A stand-in for torch.cuda.Event that counts who waits for the GPU."""
+    waits = 0
+
+    def record(self):
+        pass
+
+    def synchronize(self):
+        Computed.waits += 1
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_on_a_gpu_a_step_is_reported_when_the_next_was_launched(folder, monkeypatch, capsys):
+    """Played on a CPU that calls itself a GPU; the log is the same, and complete at the end."""
+    plain = succeed(Forked(folder / "at once", max_steps=12))
+    monkeypatch.setattr(t.torch.cuda, "Event", Computed)
+    monkeypatch.setattr(t, "peak_flops", lambda device: None)
+    monkeypatch.setattr(t.signal, "signal", lambda *_: None)
+    real, waiting = t.report_step, []
+
+    class FakeDevice:
+        type = "cuda"
+
+    def report_step(run, loss, norm, start):
+        device, run.device = run.device, FakeDevice()
+        real(run, loss, norm, start)
+        run.device = device
+        waiting.append(len(run.unreported))
+    monkeypatch.setattr(t, "report_step", report_step)
+    monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(folder / "late", max_steps=12)])
+    t.main()
+    assert waiting == [1] * 12 and Computed.waits == 12
+    assert_close_logs(folder / "late", plain.log_dir)
+    out = capsys.readouterr().out
+    assert re.findall(r"^ +(\d+)/12 loss", out, re.M) == [str(step) for step in range(12)]
