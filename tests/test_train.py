@@ -153,7 +153,7 @@ if __name__ == "__main__":
     patience = time.time() + 2  # a thread that was joined can stand there a moment longer
     while gloo_threads() and time.time() < patience:
         pass
-    os.write(1, f"calls: {len(calls)} gloo: {gloo_threads()}\n".encode())  # in one piece
+    os.write(1, f"calls: {len(calls)} gloo: {gloo_threads()}\\n".encode())  # in one piece
 """
 
 
