@@ -383,21 +383,32 @@ def get_lr(step, cfg):
     return cfg.min_lr + (cfg.max_lr - cfg.min_lr) * remaining
 
 
-def newton_schulz(G, steps=5):
+def newton_schulz(G):
     """Push the singular values of matrices G (n, rows, columns) towards 1 (Jordan et al. 2024).
 
-    A step applies a x + b x^3 + c x^5 to each singular value x and leaves the singular vectors
-    as they are. It needs matrix products only, which GPUs are fast at.
+    A step makes P X of X, with P = a + b A + c A^2 and A = X X^T (for a tall X, X P and X^T X).
+    It takes each singular value x to a x + b x^3 + c x^5 and leaves the singular vectors. The
+    next A is P A P, so that steps are taken on A, the small square, and X is met at the ends.
+    In bfloat16 A loses its small values after three steps, and is made of X anew.
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0: five steps lift small values as well
+
+    def polynomial(A):
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
+        P.diagonal(dim1=-2, dim2=-1).add_(a)
+        return P
+
     tall = G.size(-2) > G.size(-1)
-    X = G.mT if tall else G  # rows are the short side: A is the smaller of the two squares
-    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
-    for _ in range(steps):
-        A = X @ X.mT
-        P = torch.baddbmm(A, A, A, beta=b, alpha=c)  # b A + c A A
-        X = torch.baddbmm(X, P, X, beta=a)           # a X + P X
-    return X.mT if tall else X
+    X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
+    for more_steps in ((2, 1) if G.dtype == torch.bfloat16 else (4,)):
+        A = X.mT @ X if tall else X @ X.mT
+        P = Q = polynomial(A)
+        for _ in range(more_steps):
+            A = P @ A @ P
+            P = polynomial(A)
+            Q = P @ Q
+        X = X @ Q if tall else Q @ X
+    return X
 
 
 class Muon(torch.optim.Optimizer):

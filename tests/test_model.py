@@ -161,7 +161,7 @@ def test_every_parameter_has_its_place_in_the_optimizers(optimizer):
     assert adamw["betas"] == (0.9, 0.95) and adamw["eps"] == 1e-8 and adamw["fused"]
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 0.02), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 0.02), (torch.bfloat16, 0.08)])
 def test_our_muon_is_torchs(dtype, tolerance):
     """torch's computes in bfloat16 and one matrix at a time; ours all of a shape at once."""
     theirs = getattr(torch.optim, "Muon", None)
