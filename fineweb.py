@@ -7,11 +7,10 @@
 
 Stopped at any moment, the same command continues after the last finished shard;
 the bytes depend neither on stops nor on nprocs. A file that cannot be read
-stops the work, too, and may be repaired before it continues. Documents are
-streamed: no copy of the corpus is stored on disk. A shard is a 1-D uint16
-array, <|endoftext|> before each document; documents run on across shards; shard
-0 is for validation, the last may be shorter. In this order: constants,
-documents, tokens, shards, command line.
+stops the run, too: repair it and run the same command. Documents are streamed:
+no copy of the corpus is stored on disk. A shard is a 1-D uint16 array with
+<|endoftext|> before each document. Documents may span shards. Shard 0 is for
+validation, the last one may be shorter.
 """
 import signal
 
@@ -66,9 +65,9 @@ TEXT = "text"                # the column (parquet) or key (JSON) that holds a d
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 HUB_NAME = re.compile(r"(\w[\w.-]{,95}/)?\w[\w.-]{,95}", re.ASCII)
 MIN_SHARD_SIZE = 1025        # tokens: a row of train_gpt2.py at T=1024 and the token after it
-BATCH_BYTES = 8 << 20        # text for a worker at a time: half a second of work
+BATCH_BYTES = 8 << 20        # text per batch: half a second of a worker's time
 MAX_GROUP_BYTES = 64 << 20   # larger parquet row groups are cut (FineWeb-Edu's hold 6 MB)
-BATCHES_PER_WORKER = 3       # in work or waiting; with the two above it bounds the memory
+BATCHES_PER_WORKER = 3       # in progress or queued; with the two above it bounds the memory
 NPY_HEADER_BYTES = 128       # np.save's, for any 1-D array
 
 
@@ -83,10 +82,12 @@ def brief(error):
 
 
 def user_error(cause, text):
-    """UserError(text) for an exception; if the limit on open files caused it, that is named."""
+    """UserError(text) for an exception. If a limit on files or memory caused it, it says that."""
     if isinstance(cause, OSError) and cause.errno in (errno.EMFILE, errno.ENFILE):
         text = ("The limit on open files is reached: raise it (ulimit -n 4096), or take a smaller "
                 "--nprocs; the same command continues after the last finished shard.")
+    if isinstance(cause, MemoryError):
+        text = "Not enough memory: take a smaller --shard_size or --nprocs."
     return UserError(text)
 
 
@@ -94,8 +95,8 @@ def user_error(cause, text):
 class Batch(NamedTuple):
     """Documents that follow each other in a file.
 
-    payload: the number of a parquet row group, so that a worker reads it; or a RecordBatch, from a
-    row group too large for that; or bytes, lines of JSON.
+    payload: the number of a parquet row group, which a worker reads; or a RecordBatch, a part of
+    a row group that is larger than MAX_GROUP_BYTES; or bytes, lines of JSON.
     """
     file: int  # number of the file in reading order
     url: str   # its path or URL
@@ -104,7 +105,7 @@ class Batch(NamedTuple):
 
 
 def find_files(source, remote_name):
-    """{path or URL: bytes} of the corpus in reading order. Raises UserError."""
+    """{path or URL: size in bytes} of the corpus in reading order. Raises UserError."""
     if os.path.isdir(source):
         files = find_local_files(source)
     else:
@@ -116,7 +117,7 @@ def find_files(source, remote_name):
 
 
 def find_local_files(folder):
-    """{path: bytes}, subfolders and symbolic links included. Raises UserError."""
+    """{path: size in bytes}, subfolders and symbolic links included. Raises UserError."""
     files = {}
     try:
         for path in sorted(map(Path, walk(folder))):
@@ -146,7 +147,7 @@ def walk(folder, parents=()):
 
 
 def find_hub_files(source, remote_name):
-    """{URL: bytes} of what `datasets` would stream for this configuration. Raises UserError."""
+    """{URL: size in bytes} of what `datasets` would stream. Raises UserError."""
     if os.path.exists(source) or not HUB_NAME.fullmatch(source):
         raise UserError(f"source={source} is neither a folder nor the name of a hub dataset: "
                         f"check the path.")
@@ -160,9 +161,9 @@ def find_hub_files(source, remote_name):
         builder = datasets.load_dataset_builder(source, remote_name)
         urls = (builder.config.data_files or {}).get("train", [])
         sizes = {url: fsspec.url_to_fs(url)[0].size(url) for url in urls}
-    # a lost network is another class with each HTTP library that the hub's client moves to
+    # which class a network error has depends on the HTTP library that the hub's client uses
     except Exception as e:
-        raise UserError(f"source={source} is no folder here, and its remote_name={remote_name} "
+        raise UserError(f"source={source} is not a folder here, and its remote_name={remote_name} "
                         f"cannot be fetched from {hub} ({brief(e)}): check both names and the "
                         f"network, or try a mirror with "
                         f"HF_ENDPOINT=https://hf-mirror.com.") from None
@@ -170,7 +171,7 @@ def find_hub_files(source, remote_name):
 
 
 def silence_hub_client():
-    """No lines on its retries; if they fail, an exception follows, which is reported."""
+    """Hide its lines on retries. If all of them fail, the exception is reported."""
     logging.disable(logging.CRITICAL)
 
 
@@ -294,9 +295,9 @@ def get_encoding(name):
                         f"--encoding=bytes.") from None
 
 
-MAX_ENCODE_CHARS = 500_000  # about as much text goes to tiktoken at a time
-# A whitespace character before another character. Not \s: for Python, but not for tiktoken, four
-# control characters are whitespace too.
+MAX_ENCODE_CHARS = 500_000  # text for tiktoken at a time; the last word may run over
+# A whitespace character before another character. Not \s: Python counts four control characters
+# as whitespace, tiktoken does not.
 WORD_START = re.compile(r"[^\S\x1c-\x1f](?=[\S\x1c-\x1f])")
 
 
@@ -354,8 +355,8 @@ def start_workers(nprocs, encoding):
     """The connections to `nprocs` new worker processes. Raises UserError."""
     spawn = multiprocessing.get_context("spawn")  # a fork would copy the hub client's threads
     connections = []
-    # Ctrl-C reaches every process of a terminal. The parent alone answers it; the workers
-    # inherit that they ignore it.
+    # Ctrl-C reaches every process of a terminal, but only the parent shall handle it. Workers
+    # started while it is ignored inherit that.
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for _ in range(nprocs):
@@ -439,17 +440,17 @@ def settings_of(cfg, files):
     """All that determines the shards, by name: the constants and the files."""
     settings = {"source": cfg.source, "remote_name": cfg.remote_name,
                 "shard_size": cfg.shard_size, "encoding": cfg.encoding,
-                "batch_bytes": BATCH_BYTES}  # a Position is the start of a batch
+                "batch_bytes": BATCH_BYTES}  # a Position counts from a batch's start
     for i, (url, size) in enumerate(files.items()):
         settings[f"file {i}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
 
 def settings_until(end, settings):
-    """What of `settings` determines the shards up to Position `end`.
+    """The part of `settings` that determines the shards up to Position `end`.
 
-    Of the file in which the last shard ends that is the name only: the other part of the file may
-    have been repaired since. continue_after() checks the used part. Later files do not count.
+    Of the file in which the last shard ends, only the name: its unused part may have been repaired
+    since, and continue_after() checks the used part. Later files do not count.
     """
     used = dict(settings)
     files = [name for name in settings if name.startswith("file ")]
@@ -487,7 +488,7 @@ def find_finished(folder, settings):
     finished = list(itertools.takewhile(lambda s: is_finished(folder / s.name, s), shards))
     if len(finished) < len(shards):
         print(f"{shards[len(finished)].name} is missing or incomplete: it and all shards after it "
-              f"have to be made again.")
+              f"are made again.")
     end = finished[-1].end if finished else Position()
     check_settings(folder, settings_until(end, made), settings_until(end, settings))
     return finished
@@ -523,8 +524,11 @@ def continue_after(shard, path, url, results):
     yield from results
 
 
-def cut_shards(results, shard_size, end, bars):
-    """Yield (tokens, (n,) uint16; Position at their end) of each shard after Position `end`."""
+def cut_shards(results, shard_size, end, files, bars):
+    """Yield (tokens, (n,) uint16; Position at their end) of each shard after Position `end`.
+
+    files: their number; the last Position is behind all of them, the last may hold nothing.
+    """
     shard = np.empty(shard_size, dtype=np.uint16)
     filled = 0
     used = end.used
@@ -543,7 +547,7 @@ def cut_shards(results, shard_size, end, bars):
         used = 0
         left_out += result.left_out
     if filled:
-        yield shard[:filled], Position(file=result.file + 1, left_out=left_out)
+        yield shard[:filled], Position(file=files, left_out=left_out)
 
 
 def write_whole(path, write):
@@ -557,14 +561,14 @@ def write_whole(path, write):
 
 
 def save_shard(folder, settings, shards, tokens):
-    """Write `tokens`, (n,) uint16, those of the last of `shards`, into `folder`."""
+    """Write the manifest of `shards`, and the last of them, `tokens`, (n,) uint16."""
     shard = shards[-1]
     entries = [each.to_json() for each in shards]
     manifest = json.dumps({"settings": settings, "shards": entries}, indent=1).encode()
     # the manifest first: without its entry a shard could not be continued, while an entry
     # without its shard counts for nothing
     write_whole(folder / "manifest.json", lambda file: file.write(manifest))
-    # np.save into a true file bypasses Python and does not notice a full disk
+    # into a real file, np.save writes by ndarray.tofile(), which misses a full disk
     write_whole(folder / shard.name,
                 lambda file: np.save(SimpleNamespace(write=file.write), tokens))
     with tqdm.external_write_mode():  # clear of the bars
@@ -579,18 +583,24 @@ def open_bars(cfg, found):
             bar(desc="shard", total=cfg.shard_size, leave=False))
 
 
+def usable_cores():
+    """Cores that this process may use: in a Slurm job, fewer than the machine has."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
 def add_shards(cfg, folder, settings, urls, shards):
     """Make the shards that follow `shards`, and append their entries. Raises UserError."""
     start = shards[-1].end if shards else Position()
     encoding = get_encoding(cfg.encoding)
     batches = read_batches(urls, start.file, start.row)
-    results = tokenize_all(batches, cfg.nprocs or os.cpu_count(), encoding)
+    results = tokenize_all(batches, cfg.nprocs or usable_cores(), encoding)
     if shards:
         path = folder / shards[-1].name
         results = continue_after(shards[-1], path, urls[start.file], results)
     all_bar, shard_bar = open_bars(cfg, len(shards))
     with all_bar, shard_bar:
-        for tokens, end in cut_shards(results, cfg.shard_size, start, (all_bar, shard_bar)):
+        bars = (all_bar, shard_bar)
+        for tokens, end in cut_shards(results, cfg.shard_size, start, len(urls), bars):
             name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
             documents = int(np.count_nonzero(tokens == encoding.eot_token))
             shards.append(Shard(name, len(tokens), documents, end))
@@ -601,7 +611,7 @@ def add_shards(cfg, folder, settings, urls, shards):
 
 
 def make_shards(cfg, folder):
-    """Make the shards that `cfg` asks for and `folder` lacks, and sum up. Raises UserError."""
+    """Make the shards that `cfg` asks for and `folder` lacks; print totals. Raises UserError."""
     start = time.perf_counter()
     files = find_files(cfg.source, cfg.remote_name)
     settings = settings_of(cfg, files)
@@ -629,7 +639,7 @@ def print_summary(folder, shards, found, seconds):
 
 # -------------------------------------------------------------------------------- command line
 class Output(io.FileIO):
-    """A descriptor without errors: what it does not take is dropped."""
+    """A descriptor for output that drops what cannot be written: pipe closed, disk full."""
 
     def write(self, data):
         try:
@@ -639,7 +649,7 @@ class Output(io.FileIO):
 
 
 def protect(stream, descriptor):
-    """stdout or stderr anew: a loss of it stops nothing; what its encoding lacks is escaped."""
+    """stdout or stderr, rewrapped: lost output stops nothing, unencodable text is escaped."""
     if stream is None:  # it was closed: no file opened later may have its descriptor
         os.dup2(os.open(os.devnull, os.O_RDWR), descriptor)
         os.set_inheritable(descriptor, True)
@@ -677,8 +687,8 @@ def run(cfg):
     except filelock.Timeout:
         raise UserError(f"Another fineweb.py is running in {folder}/: wait for it, or take "
                         f"another --local_dir.") from None
-    except MemoryError:
-        raise UserError("Not enough memory: take a smaller --shard_size or --nprocs.") from None
+    except MemoryError as e:
+        raise user_error(e, "") from None
     except OSError as e:
         raise user_error(e, f"local_dir={folder} cannot be written ({e.strerror or e}): make room "
                             f"there or take another --local_dir; the same command continues after "
@@ -697,7 +707,8 @@ def main():
     except UserError as e:
         sys.exit(f"fineweb.py: {e}")
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends it at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second one ends it at once
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         print("\nStopped. The finished shards are kept, the same command continues after them.",
               file=sys.stderr)
         sys.exit(128 + signal.SIGINT)

@@ -1,7 +1,7 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings is likeliest to a model?
+"""HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest?
 
     python hellaswag.py                         # GPT-2 (124M), best device
-    python hellaswag.py -m gpt2-xl -d cuda      # any causal LM of the hub
+    python hellaswag.py -m gpt2-xl -d cuda      # any causal LM on the hub
     python hellaswag.py -m log/hf --limit 1000  # what training exported
 
 In training: evaluate(model, prepare(iterate_examples("val"), model))
@@ -12,7 +12,7 @@ positions that follow the context, and the attention mask lets it see the
 context and itself. For a context c of two tokens and two endings A and B of
 three, whose last tokens are only predicted and therefore not in the row:
 
-    position        c  c  A  A  B  B     x: the row's token sees the column's
+    position        c  c  A  A  B  B     x: the row's token attends to the column's
            0     c  x
            1     c  x  x
            2     A  x  x  x
@@ -20,14 +20,14 @@ three, whose last tokens are only predicted and therefore not in the row:
            2     B  x  x        x
            3     B  x  x        x  x
 
-So the context is computed once, and logits, a third of GPT-2's work, only where
-they predict a token of an ending. The losses are those of one row per ending,
-which is how models are scored that do not read packed rows.
+So the context is computed once. Logits, a third of GPT-2's work, are computed
+only where they predict a token of an ending. The losses equal those of one row
+per ending. Models that cannot take packed rows are scored that way.
 """
 import signal
 
-if __name__ == "__main__":  # Ctrl-C during the seconds that the imports take: no traceback
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C during the imports: no traceback
 
 import argparse
 import contextlib
@@ -51,26 +51,26 @@ from tqdm import tqdm
 DATA = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 TOTAL = 10_042          # questions in the validation split
 LONGEST_TEXT = 10_000   # characters; real ones have a few hundred
-LONGEST = 1024          # tokens of context and ending for any model, so that memory is bounded
-CPU_BATCH, GPU_BATCH = 1024, 16384  # tokens of a forward pass; a third have logits at once
-PACKABLE = ("GPT2Model", "GPTNeoXModel", "LlamaModel")  # tested to heed positions and 4-D masks
+LONGEST = 1024          # most tokens of context and ending for any model: bounds the memory
+CPU_BATCH, GPU_BATCH = 1024, 16384  # tokens per forward pass; logits for a third at a time
+PACKABLE = ("GPT2Model", "GPTNeoXModel", "LlamaModel")  # tested: position_ids, 4-D masks
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "spiece.model", "vocab.json", "vocab.txt")
 
 
 class HellaSwagError(Exception):
-    """Something the user can put right; its text is the one line they are shown."""
+    """A problem that the user can solve; its text is the one line that they see."""
 
 
 class Batch(NamedTuple):
-    """Q questions in R rows of T tokens, their endings having N tokens. All int64, on the CPU."""
+    """Q questions in R rows of T tokens, with N ending tokens. All int64, on the CPU."""
     labels: torch.Tensor     # (Q,) the right ending
     tokens: torch.Tensor     # (R, T), padded with 0
     positions: torch.Tensor  # (R, T)
     segments: torch.Tensor   # (R, T) 0 = context, 1 ... = which ending, -1 = padding
-    rows: torch.Tensor       # (N,) in which row ...
-    columns: torch.Tensor    # (N,) ... and column an ending's token is predicted
+    rows: torch.Tensor       # (N,) the row that predicts an ending's token
+    columns: torch.Tensor    # (N,) the column that predicts it
     targets: torch.Tensor    # (N,) that token
-    endings: torch.Tensor    # (N,) which of the 4 Q endings it belongs to
+    endings: torch.Tensor    # (N,) the number of its ending, from 0 to 4 Q - 1
 
 
 class Prepared(NamedTuple):
@@ -82,26 +82,20 @@ class Score(NamedTuple):
     acc: float       # share of questions whose right ending has the lowest summed loss
     acc_norm: float  # ... the lowest mean loss per token
     total: int       # questions
-    cut: int         # of them, cut on the left to the model's context
+    cut: int         # of them, those whose context was cut on the left to fit the model
 
 
 def first_line(error):
-    """Of someone else's error, whole words of at most 160 characters, to stand in our sentence."""
+    """The first line of a library's error, cut between words to at most 160 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return textwrap.shorten(lines[0].rstrip(".: "), width=160, placeholder=" ...")
-
-
-def say(text):
-    """print(), for callers such as training: lost output must not stop them."""
-    with contextlib.suppress(OSError):
-        print(text, flush=True)
 
 
 # ---------------------------------------------------------------------------------- the data
 def iterate_examples(split="val"):
     """HellaSwag's questions in file order, as dicts with ctx, endings (4 texts) and label (int).
 
-    All are checked first. They are downloaded where DATA is missing, and kept there.
+    All are checked first. If DATA is missing, they are downloaded and saved there.
     """
     if split != "val":
         raise HellaSwagError(f'split="{split}" is not supported: HellaSwag is scored on "val".')
@@ -154,17 +148,17 @@ def checked(example):
 def download():
     """The validation split from the hub, a line of JSON for each question."""
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co").rstrip("/")
-    say(f"downloading HellaSwag (6 MB) from {hub}")
+    print(f"downloading HellaSwag (6 MB) from {hub}")
     try:
         from huggingface_hub import hf_hub_download, logging
         from pyarrow import parquet
-        logging.set_verbosity_error()  # what its retries come to, the line below says
+        logging.set_verbosity_error()  # hide its lines on retries; a failure is reported below
         file = hf_hub_download("Rowan/hellaswag", "default/validation/0000.parquet",
                                repo_type="dataset", endpoint=hub,
-                               revision="refs/convert/parquet")  # the same for any main branch
+                               revision="refs/convert/parquet")  # made by the hub from any main
         return [json.dumps(row) for row in parquet.read_table(file).to_pylist()]
-    except Exception as e:  # the hub's client, its HTTP library, pyarrow: no list of their errors
-        while e.__cause__:  # the hub's own text is longer and says less
+    except Exception as e:  # the hub's client, HTTP and pyarrow have no common class
+        while e.__cause__:  # the root cause is shorter and says more
             e = e.__cause__
         raise HellaSwagError(f"HellaSwag cannot be downloaded from {hub} ({first_line(e)}): check "
                              f"the network, name a mirror in HF_ENDPOINT, or put the questions "
@@ -179,7 +173,7 @@ def keep(lines):
         part.write_text("\n".join(lines))
         part.replace(DATA)
     except OSError as e:
-        say(f"HellaSwag is not kept at {DATA} ({e.strerror}): it is scored from memory.")
+        print(f"HellaSwag is not kept at {DATA} ({e.strerror}): it is scored from memory.")
         with contextlib.suppress(OSError):
             part.unlink()
 
@@ -191,14 +185,16 @@ def gpt2_encode(text):
         return tiktoken.get_encoding("gpt2").encode_ordinary(text)
     except (OSError, ValueError) as e:  # requests' are OSErrors; a damaged file is a ValueError
         raise HellaSwagError(f"GPT-2's vocabulary cannot be loaded ({type(e).__name__}): go "
-                             f"online once, or let TIKTOKEN_CACHE_DIR name a folder with "
-                             f"it.") from None
+                             f"online once, or point TIKTOKEN_CACHE_DIR at a folder that "
+                             f"has it.") from None
 
 
 def tokenize(example, encode=gpt2_encode):
     """A question's token ids, (context, [four endings]); encode: text -> ids."""
-    start = len(encode(""))  # some tokenizers begin every text with a token of their own
-    return encode(example["ctx"]), [encode(" " + ending)[start:] for ending in example["endings"]]
+    # Some tokenizers begin every text with a token or a space of their own. So an ending is
+    # encoded after a word, whose tokens are then dropped.
+    start = len(encode("a"))
+    return encode(example["ctx"]), [encode("a " + ending)[start:] for ending in example["endings"]]
 
 
 def render_example(example):
@@ -218,8 +214,8 @@ def render_example(example):
 def prepare(examples, model, encode=gpt2_encode):
     """iterate_examples' dicts as batches for a model, for any number of evaluate() calls.
 
-    encode: text -> token ids of the model's vocabulary. Raises HellaSwagError where they are
-    not, or where there is no question.
+    encode: text -> token ids of the model's vocabulary. Raises HellaSwagError if an id is not
+    in it, or if there is no question.
     """
     vocabulary, length = limits(model)
     packed = reads_packed(model)
@@ -256,7 +252,7 @@ def check_tokens(texts, vocabulary):
 def cut_to_fit(length, context, endings):
     """Drop the context's oldest tokens until it fits `length` together with any ending.
 
-    Of an ending that is longer than that, the first tokens stay, after the context's last one.
+    Of an ending longer than `length`, its first `length` tokens stay, after one of context.
     """
     longest = max(map(len, endings))
     room = max(1, length + 1 - longest)  # + 1: an ending's last token is predicted, never read
@@ -277,7 +273,7 @@ def group_by_size(questions, budget):
         n = max(1, budget // size(questions[-1]))  # the last is the longest
         groups.append(questions[-n:])
         del questions[-n:]
-    random.Random(0).shuffle(groups)  # short questions are harder: sorted, a bar would mislead
+    random.Random(0).shuffle(groups)  # short ones are harder: sorted, the bar would drift
     return groups
 
 
@@ -330,11 +326,11 @@ def attention_mask(segments):
 
 
 def forward(model, tokens, positions, segments):
-    """Hidden states (R, T, C) and the function from some of them, (N, C), to logits (N, V).
+    """Hidden states (R, T, C), and the function that turns (N, C) of them into logits (N, V).
 
-    Of a model that does not read packed rows: its logits (R, T, V), and the identity. Nothing
-    is compiled, since each batch has another shape: what torch.compile() wraps is the call of
-    the model itself, which only such a model gets.
+    For a model that does not take packed rows: its logits (R, T, V), and the identity.
+    torch.compile() wraps the call of the model itself, which happens only there. It is kept
+    eager, since each batch has another shape and would be compiled again.
     """
     if not reads_packed(model):
         with torch.compiler.set_stance("force_eager"):
@@ -351,7 +347,7 @@ def forward(model, tokens, positions, segments):
 
 @torch.no_grad()
 def ending_losses(model, batch):
-    """Of a batch's endings the loss in nats, summed over tokens, and the tokens: (Q, 4) each."""
+    """For each ending of a batch, its summed loss in nats and its token count: (Q, 4) each."""
     on_device = Batch(*(x.to(device_of(model)) for x in batch))
     x, to_logits = forward(model, on_device.tokens, on_device.positions, on_device.segments)
     x = x[on_device.rows, on_device.columns]  # (N, C)
@@ -364,7 +360,7 @@ def ending_losses(model, batch):
 
 
 def count_right(model, batch):
-    """Questions of a batch, (4,): right by sum, right by mean, all, those with a nan or inf."""
+    """Counts of a batch's questions, (4,): right by sum, right by mean, all, with nan or inf."""
     sums, lengths = ending_losses(model, batch)  # (Q, 4)
     right = sums.argmin(1) == batch.labels
     right_norm = (sums / lengths).argmin(1) == batch.labels
@@ -378,10 +374,10 @@ def evaluate(model, examples, progress=False, stop=None):
     model: a train_gpt2.GPT or, in eval(), a transformers causal language model, compiled or
     not; or a function from ids (B, T) to logits (B, T, V). It runs in the caller's autocast.
     examples: prepare()'s result, or what prepare() takes. progress: show a bar.
-    stop: a function without arguments that every rank calls before each of its batches, and
-    equally often, so it may hold a collective. Once it returns True, which it must on every
-    rank at once, the rest is left undone and None returned.
-    Raises HellaSwagError, on every rank, where a loss is not finite.
+    stop: a function without arguments, called before each batch and equally often on every
+    rank, so it may use a collective. It must return the same on every rank. After True, the
+    evaluation ends and returns None.
+    Raises HellaSwagError, on every rank, if a loss is not finite.
     """
     questions = examples if isinstance(examples, Prepared) else prepare(examples, model)
     rank, world = 0, 1
@@ -394,7 +390,7 @@ def evaluate(model, examples, progress=False, stop=None):
     for i in bar:
         if stop is not None and stop():
             return None
-        if i < len(mine) and counts[3] == 0:  # after a loss that is not finite, no work
+        if i < len(mine) and counts[3] == 0:  # skip the rest once a loss is not finite
             counts += count_right(model, mine[i])
             bar.set_postfix_str(f"acc_norm {counts[1] / counts[2]:.4f}")
     if world > 1:
@@ -423,7 +419,7 @@ def load_model(name, device):
     try:
         import transformers
         from huggingface_hub import logging
-        transformers.logging.set_verbosity_error()  # what it would say, the error below says
+        transformers.logging.set_verbosity_error()  # the error below says it in one line
         transformers.logging.disable_progress_bar()
         logging.set_verbosity_error()
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
@@ -435,7 +431,7 @@ def load_model(name, device):
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             encode = tokenizer.encode
         return model.float().eval().to(device), encode
-    except Exception as e:  # config, hub, HTTP, safetensors, tokenizers: no list of their errors
+    except Exception as e:  # config, hub, HTTP, safetensors, tokenizers: no common class
         if out_of_memory(e):
             raise
         if "trust_remote_code" in str(e):
@@ -443,7 +439,7 @@ def load_model(name, device):
                                  f"give a model that transformers itself knows.") from None
         what = "is a folder that" if os.path.isdir(name) else "is not a folder, and from the hub"
         raise HellaSwagError(f"-m {name} {what} cannot be loaded as a causal language model "
-                             f"({first_line(e)}): give a name of the hub like gpt2, or a folder "
+                             f"({first_line(e)}): give a hub name like gpt2, or a folder "
                              f"with config.json and model.safetensors like log/hf.") from None
 
 
@@ -460,7 +456,7 @@ def has_tokenizer(name):
 
 
 def out_of_memory(error):
-    """Whether memory ran out. For a CPU and for Apple's GPUs, torch has only a text for it."""
+    """Whether memory ran out. On a CPU and on MPS, only the text of torch's error tells."""
     text = str(error)
     return isinstance(error, MemoryError) or "out of memory" in text or "allocate memory" in text
 
@@ -481,12 +477,13 @@ def score(args):
           f"{speed:.1f} examples/s")
     print_accuracy("acc", result.acc, result.total, "summed loss")
     print_accuracy("acc_norm", result.acc_norm, result.total, "mean loss per token")
-    print("known    GPT-2 (124M) 0.2859 / 0.2955, GPT-2 XL 0.3842 / 0.4893, GPT-3 (124M) - / 0.337")
+    print("To compare (acc / acc_norm): GPT-2 (124M) 0.2859 / 0.2955, GPT-2 XL 0.3842 / 0.4893, "
+          "GPT-3 (124M) - / 0.337")
 
 
 def print_accuracy(name, p, n, how):
     error = math.sqrt(p * (1 - p) / n)  # standard error of a share p of n
-    print(f"{name:<8} {p:.4f} +- {error:.4f}   (endings by {how})")
+    print(f"{name:<8} {p:.4f} +- {error:.4f}   (lowest {how} wins)")
 
 
 class LossyFile(io.FileIO):
@@ -500,13 +497,17 @@ class LossyFile(io.FileIO):
 
 
 def lossy(stream):
-    """sys.stdout or sys.stderr such that lost output neither stops the work nor is an error.
+    """stdout or stderr, rewrapped: output that cannot be written is dropped without an error.
 
     Characters that its encoding lacks are escaped.
     """
     if stream is None:  # closed before Python started; the descriptor must not become a file's
         return open(os.devnull, "w")
-    raw = LossyFile(stream.fileno(), "w", closefd=False)
+    try:
+        descriptor = stream.fileno()
+    except io.UnsupportedOperation:  # not a file, as in a notebook
+        return stream
+    raw = LossyFile(descriptor, "w", closefd=False)
     return io.TextIOWrapper(io.BufferedWriter(raw), encoding=stream.encoding,
                             errors="backslashreplace", line_buffering=True)
 
@@ -517,21 +518,23 @@ def main():
         best = "cuda"
     elif torch.backends.mps.is_available():
         best = "mps"
-    parser = argparse.ArgumentParser(description=__doc__,
+    parser = argparse.ArgumentParser(description="\n\n".join(__doc__.split("\n\n")[:2]),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", default="gpt2",
-                        help="hub name or Hugging Face folder (gpt2)")
-    parser.add_argument("-d", "--device", default=best, help=f"cuda, cuda:1, mps or cpu ({best})")
+                        help="name on the Hugging Face hub, or a folder (default: gpt2)")
+    parser.add_argument("-d", "--device", default=best,
+                        help=f"cuda, cuda:1, mps or cpu (default: {best})")
     parser.add_argument("--limit", type=int, default=TOTAL, metavar="N",
                         help="score the first N questions only")
     parser.error = lambda message: sys.exit(f"hellaswag.py: {message}; --help lists the options.")
     args = parser.parse_args()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         score(args)
     except (HellaSwagError, KeyboardInterrupt) as e:
         sys.exit(f"hellaswag.py: {str(e) or 'stopped.'}")
-    except (MemoryError, RuntimeError) as e:
+    except Exception as e:  # a failed mmap, for one, is an OSError or a SafetensorError
         if not out_of_memory(e):
             raise
         sys.exit(f"hellaswag.py: {args.device} has too little memory for {args.model}: take a "

@@ -12,12 +12,13 @@ Ctrl-C saves and stops; the same command then continues.
 
 One idea makes the rest simple: the data of a step is a pure function of
 (seed, step). So B and the number of GPUs decide speed and memory only, and
-to resume is just to start at another step.
+resuming means starting at a later step.
 
-Part one, the story: constants, GPT-2, data, optimizers, validation, a step,
-the loop. Part two, the armour: processes and errors; device, dtype, compile;
-opening data; checkpoints and the log folder; log and curves; samples and
-HellaSwag; Hugging Face; setting up; command line.
+Part one is GPT-2 and its training: constants, model, data, optimizers,
+validation, a step, the loop. Part two is what a long run needs: processes
+and errors; device, dtype, compile; opening data; checkpoints and the log
+folder; log and curves; samples and HellaSwag; Hugging Face; setting up;
+command line.
 """
 import argparse
 import contextlib
@@ -49,8 +50,12 @@ from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
 
-if __name__ == "__main__":  # Ctrl-C while torch is imported ends quietly; see main()
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+if __name__ == "__main__":  # what has to be set before torch is loaded
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C meanwhile: no traceback
+    # OpenMP's threads spin while they wait for each other. On a computer that is busy with
+    # something else they wait long, and spin on the core that the awaited thread needs.
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
 
 import numpy as np
 import tiktoken
@@ -61,6 +66,7 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import hellaswag
+from hellaswag import first_line
 
 
 # --------------------------------------------------------------------------------- constants
@@ -73,7 +79,7 @@ class Config:
     seed: int = 1337                # decides initial weights, data order and samples
     # the batch: total_batch_size decides the training, B only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of B * T * processes
-    B: int = 64                     # rows per forward pass and process
+    B: int = 64                     # rows per forward pass on each process
     T: int = 1024                   # tokens per row, the context
     # the model: 124M is 12/12/768, 350M 24/16/1024, 774M 36/20/1280, 1.5B 48/25/1600
     n_layer: int = 12               # blocks
@@ -90,26 +96,26 @@ class Config:
     max_steps: int = 19073          # optimizer steps; 10 B tokens / total_batch_size
     weight_decay: float = 0.1       # on matrices and embeddings, not on biases and LayerNorms
     grad_clip: float = 1.0          # largest norm of the gradient; 0 = no clipping
-    # watching it; every number of steps, 0 = never
+    # monitoring; 0 = never
     eval_every: int = 250           # steps between validations
     val_tokens: int = 10485760      # tokens a validation reads, always the same ones
     hellaswag_every: int = 250      # steps between HellaSwag scores
     sample_every: int = 250         # steps between samples
     sample_prompt: str = "Hello, I'm a language model,"  # how samples begin
     sample_tokens: int = 64         # tokens that a sample adds to its prompt
-    temperature: float = 1.0        # of samples: higher is wilder, 0 takes the likeliest token
+    temperature: float = 1.0        # of samples: higher is more random, 0 takes the likeliest
     top_k: int = 50                 # samples draw from the k likeliest tokens; 0 = from all
-    sample: int = 0                 # print so many samples of the newest weights, do not train
-    # keeping it
+    sample: int = 0                 # print this many samples of the newest weights, do not train
+    # saving
     log_dir: str = "log"            # log.txt, run.json, curves.png, checkpoints, exported model
     save_every: int = 250           # steps between checkpoints; the newest two are kept
     milestone_every: int = 5000     # steps between weights that are kept for good
-    resume: bool = True             # continue from log_dir; False sets its results aside
+    resume: bool = True             # continue from log_dir; False moves its results to before_1/
     # the machine
-    device: str = "auto"            # "auto" is the best there is; or cuda, cuda:1, mps, cpu
-    dtype: str = "auto"             # "auto" is what the device is fast in; or bfloat16 ...
+    device: str = "auto"            # "auto" is CUDA, else MPS, else CPU; or cuda, cuda:1, mps, cpu
+    dtype: str = "auto"             # "auto" is the fastest; or bfloat16, float16, float32
     compile: str = "auto"           # "auto" is torch.compile on CUDA; or True, False
-    grad_comm: str = "float32"      # what GPUs send gradients in; bfloat16 is half as much
+    grad_comm: str = "float32"      # of gradients between GPUs; bfloat16 halves the traffic
 
 
 # What differs while there are no shards: a small GPT on Shakespeare's bytes, for two CPU cores
@@ -127,7 +133,7 @@ QUICK_START = dict(
 class GPTConfig:
     """The shape of a GPT. The defaults are GPT-2 (124M)."""
     block_size: int = 1024      # longest context, in tokens
-    vocab_size: int = 50304     # rows of the embedding: 50,257 ids padded to even GPU tiles
+    vocab_size: int = 50304     # rows of the embedding: 50,257 ids padded, for speed
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -142,7 +148,7 @@ class GPTConfig:
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a token sees itself and what came before it."""
+    """Multi-head attention in which a token attends to itself and to earlier tokens."""
 
     def __init__(self, config):
         super().__init__()
@@ -153,13 +159,13 @@ class CausalSelfAttention(nn.Module):
     def forward(self, x, mask=None):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, size)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, head_dim)
         y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # heads side by side again
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # concatenate the heads
 
 
 class MLP(nn.Module):
-    """What a token does by itself: go four times as wide, bend, and come back."""
+    """What a token computes by itself: four times as wide, a GELU, and back."""
 
     def __init__(self, config):
         super().__init__()
@@ -199,22 +205,23 @@ class GPT(nn.Module):
             h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             ln_f=nn.LayerNorm(config.n_embd)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        # One matrix reads tokens and predicts them: similar tokens are similar in both roles,
-        # and 30 % of the parameters are saved (Press and Wolf 2017)
+        # The input embedding is also the output matrix: similar tokens are similar in both
+        # roles, and 30 % of the parameters are saved (Press and Wolf 2017)
         self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
 
     def init_weights(self):
         """Normal(0, 0.02) and zero biases, as in OpenAI's code.
 
-        2 * n_layer projections add to the residual stream. Each starts smaller by the square
-        root of their number, so that the sum does not grow with depth (GPT-2, section 2.3).
+        2 * n_layer projections add to the residual stream. Their std is divided by the square
+        root of that number, so that the variance of the sum does not grow with depth (GPT-2,
+        section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
-            elif p.dim() == 2:  # what remains are the gains of LayerNorms, which stay at one
+            elif p.dim() == 2:  # the gains of LayerNorms, 1-D, keep their initial 1
                 std = residual_std if name.endswith("c_proj.weight") else 0.02
                 nn.init.normal_(p, std=std)
         with torch.no_grad():  # no gradient ever reaches the padding, so it stays at zero
@@ -239,14 +246,14 @@ class GPT(nn.Module):
 
     def to_logits(self, x):
         """Logits (..., n_vocab) of hidden states (..., C)."""
-        logits = self.lm_head(x)                  # (..., vocab_size), the faster width
+        logits = self.lm_head(x)                  # (..., vocab_size): this width is faster
         return logits[..., :self.config.n_vocab]  # a view: leaving out the padding is free
 
     def forward(self, idx, targets=None, return_logits=True):
         """Logits (B, T, n_vocab) of idx (B, T); with targets (B, T), also the mean loss in nats.
 
-        Training asks for the loss alone: logits that are returned get a gradient of their own
-        size, 6.6 GB at B=64, even if nobody uses it.
+        Training asks for the loss alone: for logits that are returned a compiled model makes a
+        gradient of zeros, 6.6 GB at B=64.
         """
         logits = self.to_logits(self.hidden(idx))
         if targets is None:
@@ -300,9 +307,10 @@ def draw_token(logits, temperature, top_k, generator):
 class DataLoaderLite:
     """Rows of T tokens out of shards. Which row has which number depends on the seed alone.
 
-    Each shard is cut into rows of T + 1 tokens, of which the last is the next row's first.
-    The numbers run on for ever: an epoch visits each row once, in file order or in an order
-    drawn from (seed, epoch). So there is no state to save, and any process can read any row.
+    Row i of a shard is its tokens i * T ... (i + 1) * T: T inputs, and one token more as the
+    last target, with which the next row begins. Row numbers have no upper limit: an epoch
+    visits each row once, in file order or in an order drawn from (seed, epoch). So there is no
+    state to save, and any process can read any row.
     """
 
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16):
@@ -312,40 +320,41 @@ class DataLoaderLite:
         self.lengths = [len(open_shard(shard)) for shard in shards]
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
-        self.open_number, self.tokens = None, None  # of the shard that is open
+        self.open_number, self.tokens = None, None  # index and tokens of the open shard
 
     def locate(self, row):
         """The number of the shard that a row is in, and the token at which it begins there."""
         epoch, row = divmod(row, self.rows_per_epoch)
         shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)
-        ends = self.rows_in_shard[shard_order].cumsum()  # of the shards, in rows of this epoch
+        ends = self.rows_in_shard[shard_order].cumsum()  # the rows at which the shards end
         i = int(ends.searchsorted(row, side="right"))
         number = int(shard_order[i])
         rows = int(self.rows_in_shard[number])
+        begin = int(ends[i]) - rows
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        return number, int(row_order[row - (ends[i] - rows)]) * self.T
+        return number, int(row_order[row - begin]) * self.T
 
     def open(self, number, row):
-        """Open the shard that `row` is in; announce it, and the next one, to the kernel."""
+        """Open the shard that `row` is in; have it and the next one read ahead."""
         self.tokens = open_shard(self.shards[number], self.lengths[number])
         self.open_number = number
-        next_number, _ = self.locate(row + int(self.rows_in_shard[number]))
+        next_number, _ = self.locate(row + int(self.rows_in_shard[number]))  # a shard further on
         read_ahead([self.shards[number], self.shards[next_number]])
 
-    def read(self, first_row, B):
-        """B rows from number first_row on: (B, T + 1) int64, as torch has no uint16 math."""
+    def read(self, row, B):
+        """B rows from number `row` on: (B, T + 1) int64, as torch has no uint16 math."""
         rows = np.empty((B, self.T + 1), dtype=np.int64)
         for b in range(B):
-            number, start = self.locate(first_row + b)
+            number, start = self.locate(row + b)
             if number != self.open_number:
-                self.open(number, first_row + b)
+                self.open(number, row + b)
             rows[b] = self.tokens[start:start + self.T + 1]
             check_ids(rows[b], self.n_vocab, self.shards[number])
         return rows
 
-    def batch(self, first_row, B, device=torch.device("cpu")):
+    def batch(self, row, B, device=torch.device("cpu")):
         """The same rows on a device: inputs x and targets y, the tokens after them, (B, T)."""
-        rows = torch.from_numpy(self.read(first_row, B))
+        rows = torch.from_numpy(self.read(row, B))
         if device.type == "cuda":  # from pinned memory, the copy does not hold up the host
             rows = rows.pin_memory().to(device, non_blocking=True)
         else:
@@ -353,9 +362,9 @@ class DataLoaderLite:
         return rows[:, :-1], rows[:, 1:]
 
 
-@lru_cache(maxsize=4)  # those in use: the orders of all shards would add up
+@lru_cache(maxsize=4)  # the orders in use: those of all shards would need much memory
 def permutation(shuffle, n, *key):
-    """0 ... n - 1, shuffled by key or in order. NumPy has frozen this generator's stream."""
+    """0 ... n - 1, shuffled by key or in order. RandomState is the same in every NumPy."""
     return np.random.RandomState(key).permutation(n) if shuffle else np.arange(n)
 
 
@@ -386,10 +395,10 @@ def get_lr(step, cfg):
 def newton_schulz(G):
     """Push the singular values of matrices G (n, rows, columns) towards 1 (Jordan et al. 2024).
 
-    A step makes P X of X, with P = a + b A + c A^2 and A = X X^T (for a tall X, X P and X^T X).
-    It takes each singular value x to a x + b x^3 + c x^5 and leaves the singular vectors. The
-    next A is P A P, so that steps are taken on A, the small square, and X is met at the ends.
-    In bfloat16 A loses its small values after three steps, and is made of X anew.
+    A step is X <- P X with A = X X^T and P = a I + b A + c A^2: a singular value x becomes
+    a x + b x^3 + c x^5, and the singular vectors stay. Instead of X we update the smaller square
+    A <- P A P and the product Q <- P Q, and multiply X by Q at the end. A tall X takes X^T X and
+    X Q. In bfloat16 rounding destroys A's small values after three steps: it is computed again.
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0: five steps lift small values as well
 
@@ -400,7 +409,7 @@ def newton_schulz(G):
 
     tall = G.size(-2) > G.size(-1)
     X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
-    for more_steps in ((2, 1) if G.dtype == torch.bfloat16 else (4,)):
+    for more_steps in ((2, 1) if G.dtype == torch.bfloat16 else (4,)):  # 3 + 2 steps, or 5
         A = X.mT @ X if tall else X @ X.mT
         P = Q = polynomial(A)
         for _ in range(more_steps):
@@ -450,7 +459,7 @@ def configure_optimizers(raw_model, cfg, dtype=torch.float32):
     matrices, decayed, plain = [], [], []
     in_blocks = set(raw_model.transformer.h.parameters())
     for p in raw_model.parameters():
-        if p.dim() < 2:  # biases and LayerNorms: to pull these to 0 only distorts the model
+        if p.dim() < 2:  # biases and gains: towards 0 they would only distort the model
             plain.append(p)
         elif p in in_blocks and cfg.optimizer == "muon":
             matrices.append(p)
@@ -496,14 +505,14 @@ class State:
         self.step = saved["step"]
         self.raw_model.load_state_dict(saved["model"])
         for optimizer, content in zip(self.optimizers, saved["optimizers"]):
-            optimizer.load_state_dict(copy.deepcopy(content))  # or it would use saved's tensors
+            optimizer.load_state_dict(copy.deepcopy(content))  # it keeps the tensors it is given
         if saved["scaler"] and self.scaler.is_enabled():
             self.scaler.load_state_dict(saved["scaler"])
 
 
 @torch.no_grad()
 def validation_loss(run):
-    """Mean loss in nats per token over the first val_tokens tokens; None if a stop is asked for.
+    """Mean loss in nats per token over the first val_tokens tokens; None if a stop is requested.
 
     Each process sums up its share of the rows, so that neither B nor the number of processes
     changes the result.
@@ -511,11 +520,12 @@ def validation_loss(run):
     cfg, raw_model = run.cfg, run.state.raw_model
     rows = min(cfg.val_tokens // cfg.T, run.val_loader.rows_per_epoch)
     total = torch.zeros((), device=run.device)
-    for row in range(rank() * cfg.B, rows + rank() * cfg.B, world_size() * cfg.B):
-        if run.stop.asked_of_anyone():
+    for first in range(0, rows, world_size() * cfg.B):  # equally often on every rank
+        if run.stop.requested_on_any_rank():
             return None
+        row = first + rank() * cfg.B
         B = min(cfg.B, rows - row)
-        if B > 0:  # the last rows may not suffice for all processes
+        if B > 0:  # at the end some ranks may have no rows left
             x, y = run.val_loader.batch(row, B, run.device)
             # .forward is not compiled: a smaller last batch is not worth compiling for
             forward = raw_model if B == cfg.B else raw_model.forward
@@ -536,8 +546,8 @@ def train_step(run):
     mean_loss = torch.zeros((), device=run.device)
     for micro_step in range(micro_steps):
         x, y = run.train_loader.batch(first_row(cfg, state.step, micro_step), cfg.B, run.device)
-        # DDP averages the gradients over the processes during backward. Once is enough, in the
-        # last micro-step. It decides so in the forward pass: no_sync has to hold both passes.
+        # DDP averages the gradients over the processes during backward. Only the last
+        # micro-step needs it. no_sync() encloses the forward pass too, where DDP prepares it.
         sync = contextlib.nullcontext()
         if world_size() > 1 and micro_step < micro_steps - 1:
             sync = ddp_model.no_sync()
@@ -562,15 +572,15 @@ def train_step(run):
 
 
 def due(every, run):
-    """Whether what happens each `every` steps (0 = never) is due; after the last step, it is."""
+    """Whether what happens every so many steps (0 = never) is due now. At the end all is."""
     step = run.state.step
     return every > 0 and (step % every == 0 or step == run.cfg.max_steps)
 
 
 def train(run):
-    """Save, look at the model, take a step; until max_steps, or until a signal asks to stop."""
+    """Save, evaluate, take a step; until max_steps, or until a signal requests a stop."""
     cfg, state = run.cfg, run.state
-    with run.background:  # however this block is left, a save under way is waited for
+    with run.background:  # on any exit, wait for the save in progress
         while True:
             if due(cfg.save_every, run) or due(cfg.milestone_every, run):
                 save(run)  # first, so that an evaluation that fails costs no steps
@@ -589,14 +599,14 @@ def train(run):
 
 
 # =============================================================================================
-# Part two, the armour: what a long run on real machines needs
+# Part two: what a long run on real machines needs
 # =============================================================================================
 
 # ----------------------------------------------------------------------- processes and errors
-# torchrun starts one process per GPU. If one of them finds a mistake and the others go on, they
-# wait for it for ever. So processes agree on errors, and rank 0 tells them, in one line.
+# torchrun starts one process per GPU. If one of them fails and the others go on, they wait for
+# it for ever. So processes agree on errors, and rank 0 prints them, in one line.
 class UserError(Exception):
-    """A mistake that its user can correct. The text is the one line that they are shown."""
+    """A mistake that the user can correct. The text is the one line that is printed."""
 
 
 def rank():
@@ -604,16 +614,14 @@ def rank():
 
 
 def world_size():
+    # Slurm may set WORLD_SIZE without RANK
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def print0(text):
-    """Print from rank 0. That nobody reads it any more is no reason for a run to end."""
+    """Print from rank 0, in one piece, since the background thread prints too."""
     if rank() == 0:
-        try:
-            print(f"{text}\n", end="", flush=True)  # in one piece: the background prints too
-        except (OSError, ValueError):  # a closed pipe or a full disk: from now on to nowhere
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        print(f"{text}\n", end="", flush=True)
 
 
 def gather(value):
@@ -632,13 +640,13 @@ def sum_over_ranks(tensor):
 
 
 def told_once(text):
-    """A UserError that all processes raise at the same point; rank 0 alone tells it."""
+    """A UserError that all processes raise at the same point; rank 0 alone prints it."""
     return UserError(text if rank() == 0 else "")
 
 
 @contextlib.contextmanager
 def all_ranks_agree():
-    """What goes wrong on any process in this block goes wrong on all of them at its end.
+    """If this block fails on any process, all processes raise the same UserError at its end.
 
     No collective operation may stand inside: the process that failed would not take part.
     """
@@ -655,19 +663,19 @@ def all_ranks_agree():
 
 
 def join_processes(cfg):
-    """Take this process's place among those that torchrun started. Returns its device."""
+    """Join the process group, if torchrun started this process. Returns its device."""
     if "RANK" not in os.environ:
         return pick_device(cfg.device, local_rank=0)
     device = pick_device(cfg.device, int(os.environ.get("LOCAL_RANK", 0)))
-    # DDP imports this module late. The defaults of its functions (group=WORLD) would then hold
-    # the process group beyond its end, and gloo's threads could abort the interpreter's exit.
+    # Imported now: DDP would do so after the group is made, and the defaults of this module's
+    # functions (group=WORLD) would keep it alive; its threads could then abort Python's exit.
     from torch.distributed import nn as _  # noqa: F401
     try:
         store, _, _ = next(dist.rendezvous("env://"))
     except ValueError as e:
         raise UserError(f"RANK is set, but {e}: use torchrun, or unset RANK.") from None
-    # torchrun's store outlives a restart; without a prefix of its own, a restarted process
-    # would find the addresses of those that died
+    # torchrun's store outlives a restart. Without a prefix for each start, a restarted process
+    # would find the addresses of those that died.
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(backend="nccl" if gpu else "gloo", store=store, rank=rank(),
@@ -683,13 +691,13 @@ def wrap_ddp(raw_model, cfg, device):
     ddp_model = DDP(raw_model, device_ids=device_ids, gradient_as_bucket_view=True)
     if cfg.grad_comm == "bfloat16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-        # in a function of our own: with gloo DDP refuses the hook by its name, though it works
+        # in a lambda, since DDP rejects this hook's name with gloo, where it works
         ddp_model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(None, bucket))
     return ddp_model
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM: the step under way is finished and saved, then all processes end."""
+    """Ctrl-C or SIGTERM: the current step is finished and saved, then all processes end."""
 
     def __init__(self, device):
         self.device = device
@@ -702,10 +710,10 @@ class StopRequest:
         self.received = True
 
     def flag(self):
-        """1.0 or 0.0, filled in on the device: a copy from the host would wait for it."""
+        """1.0 or 0.0, made on the device: a copy from the host would wait for the device."""
         return torch.full((), float(self.received), device=self.device)
 
-    def asked_of_anyone(self):
+    def requested_on_any_rank(self):
         """Whether any process got a signal. All processes must ask at the same point."""
         if world_size() == 1:
             self.agreed = self.received
@@ -720,12 +728,6 @@ def smaller_B(cfg):
     return smaller[-1] if smaller else None
 
 
-def first_line(error):
-    """The first line of somebody else's error, to be put into one of ours."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".: ")
-
-
 def explain(error, cfg=None):
     """The one line for an error that its user can do something about; None for a bug of ours."""
     if isinstance(error, (UserError, hellaswag.HellaSwagError)):
@@ -734,37 +736,43 @@ def explain(error, cfg=None):
         return (f"{error.filename} cannot be used ({error.strerror}): check the disk and the "
                 f"permissions, or change data or log_dir.")
     if isinstance(error, KeyboardInterrupt):  # train() has handlers of its own
-        return "Stopped before the first step."
+        return "Stopped before anything was trained."
     of_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     if of_memory or re.search("can't allocate memory|out of memory", str(error)):  # CPU, MPS
         B = smaller_B(cfg)
-        way_out = f"--B={B} trains the same model in less" if B else "lower --T or the model"
-        return f"Out of memory with B={cfg.B}: {way_out}."
+        advice = f"--B={B} trains the same model in less" if B else "lower --T or the model"
+        return f"Out of memory with B={cfg.B}: {advice}."
     if re.search("Connection (closed|reset) by peer", str(error)):
-        return f"Rank {rank()} lost another process, which said why."
+        return f"Rank {rank()} lost its connection to another process: see that one's error."
     return None
 
 
 # -------------------------------------------------------------------- device, dtype, compile
-# "auto" takes what is fast on this machine and says why in the first lines of a run. What was
+# "auto" takes what is fast on this machine, and the first lines of a run say why. What was
 # asked for and cannot work is refused before anything is trained.
 def pick_device(name, local_rank):
     """The torch.device of this process. "auto": its GPU, else MPS, else the CPU."""
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo has no MPS tensors
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+    if world_size() > 1 and name not in ("cuda", "cpu"):
+        raise UserError(f"device={name} is for one process: take --device=cuda, where each "
+                        f"process has its own GPU, or --device=cpu.")
+    if name == "cuda" and local_rank >= torch.cuda.device_count() > 0:
+        raise UserError(f"This machine has {torch.cuda.device_count()} GPUs, fewer than the "
+                        f"processes on it: lower --nproc_per_node, or take --device=cpu.")
     try:
         device = torch.device(name)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", local_rank)
-        torch.ones(2, device=device).sum().item()  # runs: it exists, and torch has code for it
+        torch.ones(2, device=device).sum().item()  # fails without the device, or code for it
     except (RuntimeError, AssertionError) as e:  # AssertionError: a torch built without CUDA
-        way_out = "take --device=auto or --device=cpu"
+        advice = "take --device=auto or --device=cpu"
         if "no kernel image" in str(e):
-            way_out = ("take --device=cpu, or a torch that has code for it: pip install torch "
-                       "--index-url https://download.pytorch.org/whl/cu126")
+            advice = ("take --device=cpu, or a torch that has code for it: pip install torch "
+                      "--index-url https://download.pytorch.org/whl/cu126")
         raise UserError(f'device="{name}" cannot be used by torch {torch.__version__} '
-                        f"({first_line(e)}): {way_out}.") from None
+                        f"({first_line(e)}): {advice}.") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
@@ -777,8 +785,8 @@ def pick_device(name, local_rank):
 def keep_freed_memory():
     """Have glibc's malloc keep freed memory instead of giving it back to the system.
 
-    Arrays above 32 MiB, such as logits, would otherwise come anew at every step, page by page:
-    a quarter of GPT-2 (124M)'s training step on a CPU.
+    Otherwise arrays above 32 MiB, such as logits, are mapped and page-faulted again at every
+    step, which was a quarter of GPT-2 (124M)'s step on a CPU.
     """
     if sys.platform == "linux":
         M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4  # as in malloc.h
@@ -820,10 +828,10 @@ def pick_compile(choice, device):
         return False, "as asked"
     if choice == "auto" and device.type != "cuda":
         return False, "auto compiles on CUDA only"
-    try:  # a toy shows whether a compiler and Triton are there, and whether they know this GPU
+    try:  # a trivial function tells whether a compiler and Triton are there and know this GPU
         torch.compile(lambda x: x * 2 + 1)(torch.ones(8, device=device))
         return True, "the first step takes a minute longer"
-    except Exception as e:  # compilers fail in any way; training can do without
+    except Exception as e:  # of any type; training can do without
         reason = f"torch.compile does not work here ({first_line(e)})"
     if choice == "auto":
         return False, reason
@@ -832,7 +840,7 @@ def pick_compile(choice, device):
 
 
 def attention_kernel(gpt_config, device, dtype):
-    """Which attention torch chooses for this model: its backward pass has the name."""
+    """Which attention torch chooses for this model, from the name of its backward pass."""
     shape = (1, gpt_config.n_head, gpt_config.block_size, gpt_config.n_embd // gpt_config.n_head)
     q = torch.zeros(shape, device=device, dtype=dtype, requires_grad=True)
     name = F.scaled_dot_product_attention(q, q, q, is_causal=True).grad_fn.name()
@@ -841,7 +849,7 @@ def attention_kernel(gpt_config, device, dtype):
 
 
 # Dense 16-bit TFLOP/s. From NVIDIA's data sheets of these cards and, for RTX 3090, 4090 and 5090,
-# its architecture white papers (float32 accumulate); where they count sparsity, half. A10G: AWS
+# its architecture white papers (float32 accumulate); sparse figures halved. A10G: AWS
 PEAK_TFLOPS = {
     "GB200": 2500, "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756,
     "H100 NVL": 835, "H100": 989, "A100": 312, "A10G": 70, "A6000": 155, "L40S": 362, "L4": 121,
@@ -884,10 +892,12 @@ def get_encoding(name):
         return tiktoken.get_encoding("gpt2")
     except (OSError, ValueError) as e:  # the download failed, or came damaged
         raise UserError(f"The GPT-2 vocabulary is not available ({type(e).__name__}): go online "
-                        f"once, point TIKTOKEN_CACHE_DIR at it, or use --encoding=bytes.") from None
+                        f"once, set TIKTOKEN_CACHE_DIR to a folder that holds it, or use "
+                        f"--encoding=bytes.") from None
 
 
-BEFORE_WORD = re.compile(r"[^\S\x1c-\x1f](?=[\S\x1c-\x1f])")  # \s as tiktoken has it
+# a whitespace character before another one; to tiktoken \x1c ... \x1f are not whitespace
+BEFORE_WORD = re.compile(r"[^\S\x1c-\x1f](?=[\S\x1c-\x1f])")
 
 
 def encode(encoding, text):
@@ -907,7 +917,7 @@ def encode(encoding, text):
 
 
 def padded(n_vocab):
-    """n_vocab rounded up to a multiple of 128: even tiles for a GPU's matrix units."""
+    """n_vocab rounded up to a multiple of 128, which GPUs multiply faster."""
     return math.ceil(n_vocab / 128) * 128
 
 
@@ -915,14 +925,14 @@ def open_shard(shard, length=None):
     """A .npy file memory-mapped, (N,) uint16; an array as it is. length: what N must be."""
     if not isinstance(shard, Path):
         return shard
-    if not shard.is_file():  # a FIFO would be waited for
+    if not shard.is_file():  # to open a FIFO would block
         raise UserError(f"{shard} is missing or not a file: put it back, or change data.")
     try:
         tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
     except OSError:
-        raise
-    except Exception as e:  # a damaged header may set off anything in NumPy's parser
-        raise UserError(f"{shard} is not a whole .npy file ({first_line(e)}): delete it and run "
+        raise  # explain() has the line for it
+    except Exception as e:  # a damaged header may raise anything in NumPy's parser
+        raise UserError(f"{shard} is not a complete .npy file ({first_line(e)}): delete it and run "
                         f"fineweb.py again.") from None
     if getattr(tokens, "dtype", None) != np.uint16 or tokens.ndim != 1:
         kind = f"{getattr(tokens, 'dtype', 'several')} {getattr(tokens, 'shape', 'arrays')}"
@@ -935,17 +945,17 @@ def open_shard(shard, length=None):
 
 
 def read_ahead(shards):
-    """Have the kernel fetch shards before they are read, in a thread, as it may be slow.
+    """Prefetch shards into the page cache, in a thread, as that may be slow.
 
     On a network disk each page that is missing costs milliseconds, and a batch has many.
     """
-    def announce():
+    def prefetch():
         for shard in shards:
             if isinstance(shard, Path):
                 with contextlib.suppress(OSError), open(shard, "rb") as file:
                     os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
     if hasattr(os, "posix_fadvise"):  # not on macOS and Windows
-        threading.Thread(target=announce, daemon=True).start()
+        threading.Thread(target=prefetch, daemon=True).start()
 
 
 def check_ids(tokens, n_vocab, shard):
@@ -957,7 +967,7 @@ def check_ids(tokens, n_vocab, shard):
 
 
 def check_shards(loader):
-    """Look at 200 M token ids, spread over the shards. Returns the data's fingerprint.
+    """Check the first ids of each shard, 200 M in all. Returns the data's fingerprint.
 
     A run is resumed on the same data only: the same names, lengths and first 4,096 ids.
     """
@@ -999,22 +1009,21 @@ def open_data(cfg, encoding):
     train_loader = DataLoaderLite(train_shards, cfg.T, seed=cfg.seed, shuffle=cfg.shuffle,
                                   n_vocab=encoding.n_vocab)
     val_loader = DataLoaderLite(val_shards, cfg.T, n_vocab=encoding.n_vocab)
-    found = (train_loader.rows_per_epoch, val_loader.rows_per_epoch)
-    needed = (cfg.total_batch_size // cfg.T, 1)
-    if found[0] < needed[0] or found[1] < needed[1]:
-        raise UserError(f"{cfg.data} has {found} rows of T={cfg.T} tokens to train and validate "
-                        f"on, fewer than the {needed} needed: lower --T or --total_batch_size, "
-                        f"or give more text.")
+    rows, val_rows = train_loader.rows_per_epoch, val_loader.rows_per_epoch
+    if rows < cfg.total_batch_size // cfg.T or val_rows < 1:
+        raise UserError(f"{cfg.data} has {rows} training and {val_rows} validation rows of "
+                        f"T={cfg.T} tokens; {cfg.total_batch_size // cfg.T} and 1 are needed: "
+                        f"lower --T or --total_batch_size, or give more text.")
     return train_loader, val_loader
 
 
 # ---------------------------------------------------------------- checkpoints, the log folder
 # A run may be killed at any moment, the disk may fill up, a file may be damaged. So files are
-# written whole or not at all, verified, and an earlier run's results are never overwritten.
+# written atomically and verified, and an earlier run's results are never overwritten.
 def write_whole(path, write, verify=None):
     """write(file) under a temporary name, flush it to the disk, verify(its path), rename it."""
     part = path.with_name(path.name + ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it
+    path.parent.mkdir(parents=True, exist_ok=True)  # it may have been deleted
     try:
         with open(part, "wb") as file:
             write(file)
@@ -1024,7 +1033,7 @@ def write_whole(path, write, verify=None):
             verify(part)
         os.replace(part, path)
     except (OSError, RuntimeError) as e:
-        cause = e if isinstance(e, OSError) else e.__context__  # torch hides that a disk is full
+        cause = e if isinstance(e, OSError) else e.__context__  # torch's hides it
         if isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, str(path)) from None
         raise
@@ -1033,9 +1042,9 @@ def write_whole(path, write, verify=None):
 
 
 def read_checkpoint(path, verify=True):
-    """The content of a .pt of ours, memory-mapped, on the CPU.
+    """The content of a .pt file of this script, memory-mapped, on the CPU.
 
-    No code that it may hold is run. verify: compare its checksums, which torch ignores.
+    Pickled code is never run. verify: compare its checksums, which torch ignores.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # torch's format
@@ -1048,17 +1057,17 @@ def read_checkpoint(path, verify=True):
         missing = {"step", "model", "gpt_config", "encoding"} - content.keys()
         if missing:
             raise ValueError(f"it has no {min(missing)}")
-    except Exception as e:  # a broken or foreign file may set off anything in zipfile and torch
-        raise UserError(f"{path} is damaged, or not a .pt of ours ({first_line(e)}): use another "
-                        f"one.") from None
+    except Exception as e:  # a damaged or foreign file may raise anything in zipfile and torch
+        raise UserError(f"{path} is damaged, or no .pt file of this script ({first_line(e)}): "
+                        f"use another one.") from None
     return content
 
 
 def model_from(content):
-    """The GPT in a .pt of ours."""
+    """The GPT in the content of a .pt file."""
     gpt_config = dict(content["gpt_config"])
     if not gpt_config.pop("tied", True):  # in files of earlier versions
-        raise UserError("A .pt whose lm_head has weights of its own is no longer supported.")
+        raise UserError("A .pt file with an untied lm_head is no longer supported.")
     raw_model = GPT(GPTConfig(**gpt_config))
     raw_model.load_state_dict(content["model"])
     return raw_model
@@ -1075,7 +1084,7 @@ def checkpoint_paths(folder, kind="checkpoint"):
 
 
 def newest_checkpoint(folder):
-    """Path of the newest whole checkpoint, or None. Names the damaged ones."""
+    """Path of the newest undamaged checkpoint, or None. Names the damaged ones."""
     paths = checkpoint_paths(folder)
     for _, path in paths:
         try:
@@ -1085,8 +1094,8 @@ def newest_checkpoint(folder):
         except UserError as e:
             print0(f"{e} Trying the one before it.")
     if paths:
-        raise UserError(f"No checkpoint in {folder}/ is whole: put a good one there, or start "
-                        f"anew with --resume=False.")
+        raise UserError(f"Every checkpoint in {folder}/ is damaged: put a good one there, or "
+                        f"start again from step 0 with --resume=False.")
     return None
 
 
@@ -1128,22 +1137,28 @@ class RunFolder:
         try:
             self.lock.acquire(timeout=0)  # the system frees it, however this process ends
         except Timeout:
-            raise UserError(f"Another run is using {self.path}/: wait for its end, or take "
-                            f"another --log_dir.") from None
+            raise UserError(f"Another run is using {self.path}/: wait until it ends, or "
+                            f"take another --log_dir.") from None
         for part in self.path.glob("*.pt.part"):  # of saves that a kill cut short
             part.unlink()
 
     def find_checkpoint(self, cfg):
         """(path of the checkpoint to continue from or None, whether its run is finished)."""
-        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # after a crash
-        path = newest_checkpoint(self.path) if cfg.resume or restarted else None
+        path = newest_checkpoint(self.path) if cfg.resume or self.restarted() else None
         if path is None:
             return None, False
         saved = read_checkpoint(path, verify=False)
-        if saved["constants"]["data"] == QUICK_START["data"] != cfg.data:
+        quick_start_data = QUICK_START["data"]
+        if saved["constants"]["data"] == quick_start_data and cfg.data != quick_start_data:
             return None, False  # the quick start is over: begin() sets it aside
         kept = self.path / f"model_{cfg.max_steps:05d}.pt"  # what a run writes last of all
         return path, kept.exists() and saved["step"] >= cfg.max_steps
+
+    def restarted(self):
+        """Whether torchrun restarted, after a crash, the run that was begun here last."""
+        starts = self.earlier_starts()
+        return (os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0" and bool(starts)
+                and starts[-1].get("torchrun") == os.environ.get("TORCHELASTIC_RUN_ID"))
 
     def begin(self, cfg, banner, step):
         """Set an earlier run aside, note this start in run.json, open log.txt."""
@@ -1153,7 +1168,7 @@ class RunFolder:
         self.open_log(step)
 
     def set_aside(self):
-        """Move the results of an earlier run into before_<n>/; a start without a step has none."""
+        """Move the results of an earlier run into before_<n>/, if it took a step."""
         results = [path for pattern in self.RESULTS for path in self.path.glob(pattern)]
         only_begun = {path.name for path in results} <= {"log.txt", "run.json"}
         if only_begun and not read_log(self.path)["train"]:
@@ -1169,18 +1184,23 @@ class RunFolder:
 
     def describe_run(self, cfg, banner, step):
         """run.json: the constants, and for each start what was run with what, and when."""
-        path, starts = self.path / "run.json", []
-        if step > 0:
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                starts = list(json.loads(path.read_text())["starts"])
+        starts = self.earlier_starts() if step > 0 else []
         starts.append({"time": time.strftime("%Y-%m-%d %H:%M:%S %z"), "step": step,
-                       "command": sys.argv, "processes": world_size(), "commit": git_commit(),
+                       "command": sys.argv, "torchrun": os.environ.get("TORCHELASTIC_RUN_ID"),
+                       "processes": world_size(), "commit": git_commit(),
                        "versions": versions(), "said": banner})
         text = json.dumps({"constants": asdict(cfg), "starts": starts}, indent=2)
-        write_whole(path, lambda file: file.write(text.encode()))
+        write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
+
+    def earlier_starts(self):
+        """What run.json says about them; [] if it is missing or damaged."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            starts = json.loads((self.path / "run.json").read_text())["starts"]
+            return [start for start in starts if isinstance(start, dict)]
+        return []
 
     def open_log(self, step):
-        """Open log.txt, without the lines from `step` on and without a line cut short."""
+        """Open log.txt, without the lines from `step` on and without an incomplete line."""
         self.lines, path = [], self.path / "log.txt"
         if path.exists():
             for line in path.read_bytes().splitlines(keepends=True):
@@ -1194,15 +1214,15 @@ class RunFolder:
         self.log_file = open(path, "ab", buffering=0)
 
     def log(self, step, stream, value):
-        """A line in log.txt, there at once, since people tail it."""
+        """A line in log.txt, unbuffered, since people tail it."""
         self.lines.append(f"{step} {stream} {value:.6f}\n".encode())
         with contextlib.suppress(OSError):  # sync_log() writes what a full disk refuses now
             self.log_file.write(self.lines[-1])
 
     def sync_log(self):
-        """Have all lines on the disk: log.txt must never be behind a checkpoint."""
+        """Have all lines on the disk: log.txt must hold every step before a checkpoint."""
         path = self.path / "log.txt"
-        if not path.exists() or path.stat().st_size < sum(map(len, self.lines)):
+        if not path.exists() or path.stat().st_size != sum(map(len, self.lines)):
             self.rewrite_log()
         os.fsync(self.log_file.fileno())
 
@@ -1210,8 +1230,8 @@ class RunFolder:
 def save(run):
     """Begin to save the state as it is now; rank 0 writes it in the background.
 
-    Training waits only until the state is copied into host memory: 1.5 GB for the 124M. The
-    copy's memory is kept for the next one.
+    Training waits only until the state is copied into host memory, 1.5 GB for GPT-2 (124M).
+    The copy's memory is used again by the next save.
     """
     flush_reports(run)  # ends the run here if the last loss is not finite
     if rank() != 0 or run.state.step == run.saved_step:
@@ -1226,12 +1246,12 @@ def save(run):
     except (RuntimeError, MemoryError):  # no memory for the copy: training waits for the disk
         run.host_copies.clear()
         run.saving = run.background.submit(write_checkpoint, run, content)
-        run.saving.exception()
+        run.saving.exception()  # waits
     run.saved_step = run.state.step
 
 
 def wait_for_save(run):
-    """Wait for the save under way. Returns None, or why it failed."""
+    """Wait for the save in progress. Returns None, or why it failed."""
     problem = run.saving.result() if run.saving else None
     run.saving = None
     if problem:
@@ -1240,7 +1260,7 @@ def wait_for_save(run):
 
 
 def copy_to_host(content, copies):
-    """content with its tensors copied into those of `copies`, each storage once."""
+    """content with its tensors copied into those of `copies`, shared ones once."""
     if isinstance(content, dict):
         return {key: copy_to_host(value, copies) for key, value in content.items()}
     if isinstance(content, list):
@@ -1250,7 +1270,7 @@ def copy_to_host(content, copies):
     key = (content.data_ptr(), content.shape)
     if key not in copies:
         copies[key] = torch.empty_like(content, device="cpu", pin_memory=content.is_cuda)
-    return copies[key].copy_(content, non_blocking=True)
+    return copies[key].copy_(content, non_blocking=content.is_cuda)
 
 
 def checkpoint_content(run):
@@ -1269,15 +1289,16 @@ def write_checkpoint(run, content):
             if not tensor.isfinite().all():
                 raise UserError(f"{name} is not finite")
         folder.sync_log()
-        write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
         if cfg.milestone_every and step % cfg.milestone_every == 0 and step < cfg.max_steps:
             write_weights(folder, content)
-        older = [path for saved, path in checkpoint_paths(folder.path) if saved <= step]
-        for old in older[2:]:  # two are kept, in case the newest turns out to be damaged
+        write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
+        kept = [old for old_step, old in checkpoint_paths(folder.path) if old_step <= step]
+        for old in kept[2:]:  # two remain, in case the newest turns out to be damaged
             old.unlink()
     except (OSError, UserError) as e:
+        advice = " Make room before the next save." if isinstance(e, OSError) else ""
         print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. The last checkpoint in "
-               f"{folder.path}/ is still there; make room before the next one.")
+               f"{folder.path}/ is still there.{advice}")
         return first_line(e)
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
     return None
@@ -1298,6 +1319,7 @@ def finish(run):
         if rank() == 0:
             save(run)
             problem = wait_for_save(run)
+            run.folder.sync_log()
             if problem:
                 raise UserError(f"Step {step} could not be saved in {cfg.log_dir}/ ({problem}): "
                                 f"make room, and start the same command again.")
@@ -1312,22 +1334,26 @@ def finish(run):
 
 
 # -------------------------------------------------------------------------------- log, curves
-# log.txt is for notebooks, stdout for people, curves.png for a glance at both. None of them
-# makes the GPU wait, and a picture is never the reason why a run ends.
+# log.txt is for notebooks, stdout for people, curves.png plots both. None of them makes the GPU
+# wait, and an error while plotting never ends a run.
 def report_step(run, loss, norm, start):
     """Report the step that was launched at time `start`; loss and norm are on the device.
 
     To read a number from a GPU is to wait until it is computed, and a GPU with nothing else to
-    do idles meanwhile. So on a GPU each step is reported when the next one was launched.
+    do idles meanwhile. So on a GPU each step is reported when the next one was launched, unless
+    a save or an evaluation comes before that.
     """
+    cfg, on_gpu = run.cfg, run.device.type == "cuda"
     numbers = sum_over_ranks(torch.stack((loss, norm, run.stop.flag())))
-    numbers = numbers.to("cpu", non_blocking=True)
-    computed = None
-    if run.device.type == "cuda":
-        computed = torch.cuda.Event()
+    numbers = numbers.to("cpu", non_blocking=on_gpu)
+    computed = torch.cuda.Event() if on_gpu else None
+    if on_gpu:
         computed.record()
     run.unreported.append((run.state.step - 1, start, numbers, computed))
-    flush_reports(run, keep=1 if computed else 0)
+    intervals = (cfg.save_every, cfg.milestone_every, cfg.eval_every, cfg.hellaswag_every,
+                 cfg.sample_every)
+    step_is_next = not any(due(every, run) for every in intervals)
+    flush_reports(run, keep=1 if on_gpu and step_is_next else 0)
 
 
 def flush_reports(run, keep=0):
@@ -1338,10 +1364,12 @@ def flush_reports(run, keep=0):
             computed.synchronize()
         loss, norm, stops = (numbers / world_size()).tolist()
         run.stop.agreed = run.stop.agreed or stops > 0
-        bad_norm = not math.isfinite(norm) and not run.state.scaler.is_enabled()
-        if bad_norm or not math.isfinite(loss):
+        # float16: the scaler skips a step with an infinite norm and halves its scale
+        scaler = run.state.scaler
+        skipped = scaler.is_enabled() and (math.isfinite(norm) or scaler.get_scale() > 1e-3)
+        if not math.isfinite(loss) or not (math.isfinite(norm) or skipped):
             raise told_once(f"The loss of step {step} is {loss} and its gradient's norm {norm}: "
-                            f"look at the data, or start anew with a lower --max_lr in another "
+                            f"look at the data, or start again with a lower --max_lr in another "
                             f"--log_dir. What was saved is still there.")
         run.step_ends.append(time.perf_counter())
         report(run, "train", loss, step_line(run, step, loss, norm, start), step)
@@ -1351,9 +1379,9 @@ def step_line(run, step, loss, norm, start):
     """What stdout says about a step."""
     cfg, ends = run.cfg, run.step_ends
     seconds = per_step = ends[-1] - start
-    if len(ends) > 1:  # without the first step, which may have waited for compilation
-        seconds = ends[-1] - max(start, ends[-2])
-        per_step = (ends[-1] - ends[0]) / (len(ends) - 1)
+    if len(ends) > 1:
+        seconds = ends[-1] - max(start, ends[-2])  # a GPU begins it when the one before ends
+        per_step = (ends[-1] - ends[0]) / (len(ends) - 1)  # evaluations too, but no compilation
     left = datetime.timedelta(seconds=round(per_step * (cfg.max_steps - step - 1)))
     rate, mfu = cfg.total_batch_size / seconds, ""
     if peak_flops(run.device):
@@ -1364,7 +1392,10 @@ def step_line(run, step, loss, norm, start):
 
 
 def report(run, stream, value, text, step=None):
-    """A line in log.txt for notebooks, and a richer one on stdout for people."""
+    """A line in log.txt, and a more detailed one on stdout.
+
+    Steps count from 0; what is evaluated before step n has the number n.
+    """
     step = run.state.step if step is None else step
     if run.folder:
         run.folder.log(step, stream, value)
@@ -1372,7 +1403,7 @@ def report(run, stream, value, text, step=None):
 
 
 def report_evaluation(run, stream, value, label):
-    """The same, and the curves; value: None if it was not evaluated to the end."""
+    """Report an evaluation and draw the curves; value: None if it was interrupted."""
     if value is not None:
         report(run, stream, value, f"{label} {value:.4f}")
         if run.folder:
@@ -1404,19 +1435,19 @@ def draw_curves(folder):
             axis.plot(steps * constants["total_batch_size"], values, markersize=3,
                       label=f"{label}, now {values[-1]:.3f}", **style)
 
-    def to_beat(axis, value, label, linestyle="--"):
+    def baseline(axis, value, label, linestyle="--"):
         axis.axhline(value, color="gray", linestyle=linestyle, label=f"{label}: {value}")
 
     axes[0].set(title="Loss", ylabel="nats per token")
     plot(axes[0], "train", "training", alpha=0.4)
     plot(axes[0], "val", "validation", marker="o")
     if constants["encoding"] == "gpt2":  # losses of other encodings do not compare
-        to_beat(axes[0], 3.2924, "GPT-2 124M, validation")
+        baseline(axes[0], 3.2924, "GPT-2 124M, validation")
     if streams["hella"]:
         axes[1].set(title="HellaSwag", ylabel="acc_norm (chance is 0.25)")
         plot(axes[1], "hella", "HellaSwag", marker="o")
-        to_beat(axes[1], 0.2945, "GPT-2 124M")
-        to_beat(axes[1], 0.337, "GPT-3 124M", linestyle=":")  # Brown et al. 2020, table H.1
+        baseline(axes[1], 0.2945, "GPT-2 124M")
+        baseline(axes[1], 0.337, "GPT-3 124M", linestyle=":")  # Brown et al. 2020, table H.1
     for axis in axes:
         axis.set(xlabel="tokens seen", xlim=(0, None))
         axis.xaxis.set_major_formatter(EngFormatter())  # 500 k, 2 M, 10 G
@@ -1427,7 +1458,7 @@ def draw_curves(folder):
 
 
 def draw_curves_if_possible(folder):
-    """In the background; matplotlib is optional, and may fail in any way."""
+    """In the background; matplotlib is optional, and an error in it ends no run."""
     try:
         draw_curves(folder)
     except ImportError:
@@ -1453,8 +1484,8 @@ def git_commit():
 
 
 # ---------------------------------------------------------------------- samples and HellaSwag
-# Both look at the model and change nothing about its training: samples draw from generators of
-# their own, and neither runs the compiled model, which every new shape would compile anew.
+# Both change nothing about the training: samples draw from generators of their own, and neither
+# runs the compiled model, which would be compiled again for every new shape.
 def printable(text):
     """text with control characters, which could confuse a terminal, escaped."""
     def shown(c):
@@ -1505,19 +1536,21 @@ def load_hellaswag(cfg, raw_model):
 
 
 def hellaswag_accuracy(run):
-    """acc_norm of the model as it is; None if HellaSwag is off or a stop was asked for."""
+    """acc_norm of the model as it is; None if HellaSwag is off or a stop was requested."""
     if run.hellaswag is None or run.stop.agreed:
         return None
     with run.autocast():
         score = hellaswag.evaluate(run.state.raw_model, run.hellaswag,
-                                   stop=run.stop.asked_of_anyone)
+                                   stop=run.stop.requested_on_any_rank)
     return score.acc_norm if score else None
 
 
 def sample_only(cfg, device):
     """--sample=N: print N samples of the newest weights. Nothing is trained or locked."""
     check_config(cfg)
-    raw_model, encoding = weights_to_sample(cfg)
+    from_scratch = cfg.init_from == "scratch"
+    found = newest_weights(cfg.log_dir) if from_scratch else load_weights(cfg.init_from)
+    raw_model, encoding = found
     raw_model.to(device)
     dtype, _ = pick_dtype(cfg, device)
     for i in range(cfg.sample):
@@ -1526,36 +1559,24 @@ def sample_only(cfg, device):
         print0(text if i == 0 else f"---\n{text}")
 
 
-def weights_to_sample(cfg):
-    """(GPT, its encoding) of init_from, or of the newest .pt in log_dir."""
-    name = newest_weights(cfg.log_dir) if cfg.init_from == "scratch" else cfg.init_from
-    raw_model = load_weights(name)
-    if name.endswith(".pt"):
-        return raw_model, get_encoding(read_checkpoint(name, verify=False)["encoding"])
-    encoding = get_encoding("bytes" if raw_model.config.n_vocab == 257 else "gpt2")
-    check_tokenizer(name, encoding)
-    return raw_model, encoding
-
-
 def newest_weights(folder):
-    """Path of the newest whole .pt in a folder, a checkpoint or a milestone."""
+    """(GPT, its encoding) of the newest undamaged .pt in a folder, checkpoint or milestone."""
     paths = checkpoint_paths(folder) + checkpoint_paths(folder, "model")
     for _, path in sorted(paths, reverse=True):
         with contextlib.suppress(UserError):  # damaged, or just deleted by a run that trains
-            read_checkpoint(path)
-            return str(path)
+            return load_weights(str(path))
     raise UserError(f"There are no weights in log_dir={folder}: train first, or name some with "
                     f"--init_from.")
 
 
 # ------------------------------------------------------------------------------- Hugging Face
-# Weights come in from transformers' GPT-2 and go out to it. What would compute otherwise than
-# our model is refused in a line; an export replaces an older one only when it is complete.
+# Weights come from transformers' GPT-2 and go to it. A model that computes something else than
+# ours is rejected in one line; an export replaces an older one only when it is complete.
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) there, (out, in) here
 
 
 def quiet_transformers():
-    """The package without its notices and progress bars: what is wrong, we say in a line."""
+    """The package without its notices and progress bars: errors are ours to print."""
     import huggingface_hub
     import transformers
     huggingface_hub.utils.logging.set_verbosity_error()
@@ -1597,7 +1618,7 @@ def read_hugging_face(name):
             name, output_loading_info=True, ignore_mismatched_sizes=True)
     except UserError:
         raise
-    except Exception as e:  # foreign files and networks may set off anything in there
+    except Exception as e:  # foreign files and networks may raise anything in there
         raise UserError(f'init_from="{name}" cannot be loaded ({first_line(e)}): give a Hugging '
                         f"Face folder, go online (HF_ENDPOINT names a mirror), "
                         f"or take --init_from=scratch.") from None
@@ -1605,7 +1626,7 @@ def read_hugging_face(name):
     wrong = sorted([*wrong, *info["missing_keys"]])
     if wrong:
         more = f" and {len(wrong) - 12} more" if len(wrong) > 12 else ""
-        raise UserError(f"{name} is not a whole GPT-2: missing, or of another shape than its "
+        raise UserError(f"{name} is not a complete GPT-2: missing, or of another shape than its "
                         f"config.json says: {', '.join(wrong[:12])}{more}.")
     return hf
 
@@ -1622,7 +1643,7 @@ def check_tokenizer(name, encoding):
     # where there is none, newer versions of transformers make an empty one
     if len(tokenizer) > 1 and tokens != encode(encoding, probe):
         raise UserError(f"{name} has a tokenizer of its own, other than encoding="
-                        f"{encoding.name}: its weights know other tokens.")
+                        f"{encoding.name}: its weights were trained with other tokens.")
 
 
 def save_hugging_face(raw_model, folder, encoding=None):
@@ -1651,7 +1672,9 @@ def save_hugging_face(raw_model, folder, encoding=None):
         if encoding:
             hugging_face_tokenizer(encoding, c.block_size).save_pretrained(part)
     except Exception as e:  # safetensors and tokenizers have errors of their own for a full disk
-        raise (OSError(0, first_line(e), part) if "os error" in str(e).lower() else e) from None
+        if isinstance(e, OSError) or "os error" in str(e).lower():
+            raise OSError(0, first_line(e), str(part)) from None
+        raise
     folder.mkdir(parents=True, exist_ok=True)
     for file in part.iterdir():
         os.replace(file, folder / file.name)
@@ -1663,7 +1686,7 @@ def hugging_face_tokenizer(encoding, context):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GPT2TokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode
-    letters = bytes_to_unicode()  # a printable letter for each byte: how these files spell
+    letters = bytes_to_unicode()  # a printable letter for each byte, as in these files
     ids = {}
     for i in range(encoding.eot_token):
         token = encoding.decode_single_token_bytes(i)
@@ -1681,26 +1704,26 @@ def hugging_face_tokenizer(encoding, context):
 
 
 def export_at_end(run):
-    """Leave log_dir/hf; where transformers is missing or broken, say how to make it later."""
+    """Leave log_dir/hf; where transformers is missing or fails, say how to make it later."""
+    folder = run.folder.path / "hf"
     try:
-        quiet_transformers()
-    except Exception as e:  # an optional package may fail in any way
+        save_hugging_face(run.state.raw_model, folder, run.encoding)
+    except Exception as e:  # an optional package may raise anything
+        if isinstance(e, OSError) and e.filename:
+            raise  # the disk: the same command exports once there is room
         print0(f"not exported ({type(e).__name__}: {first_line(e)}): "
                f"export() in train_gpt2.py does it later")
-        return
-    folder = run.folder.path / "hf"
-    save_hugging_face(run.state.raw_model, folder, run.encoding)
-    print0(f"exported to {folder}/, for transformers' AutoModelForCausalLM.from_pretrained")
+    else:
+        print0(f"exported to {folder}/, for transformers' AutoModelForCausalLM.from_pretrained")
 
 
 def export(pt, folder):
-    """A .pt of ours to a Hugging Face folder:
+    """A .pt file to a Hugging Face folder:
 
     python -c "import train_gpt2 as t; t.export('log/model_19073.pt', 'hf')"
     """
     try:
-        raw_model = load_weights(str(pt))
-        encoding = get_encoding(read_checkpoint(pt, verify=False)["encoding"])
+        raw_model, encoding = load_weights(str(pt))
     except UserError as e:
         sys.exit(str(e))
     raw_model.save_pretrained(folder, encoding)
@@ -1716,7 +1739,7 @@ AT_LEAST_1 = {"total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "max_
 
 
 def check_config(cfg):
-    """Raise UserError for constants that make no sense, and name some that do."""
+    """Raise UserError for constants that make no sense, and suggest some that do."""
     for name, value in asdict(cfg).items():
         least = 1 if name in AT_LEAST_1 else 0
         if name in CHOICES and value not in CHOICES[name]:
@@ -1742,8 +1765,14 @@ def check_config(cfg):
 
 
 def load_weights(name):
-    """The GPT that init_from names: a .pt of ours, or a Hugging Face folder or repository."""
-    return model_from(read_checkpoint(name)) if name.endswith(".pt") else load_hugging_face(name)
+    """(GPT, its encoding) of a .pt file, or of a Hugging Face folder or repository."""
+    if name.endswith(".pt"):
+        content = read_checkpoint(name)
+        return model_from(content), get_encoding(content["encoding"])
+    raw_model = load_hugging_face(name)
+    encoding = get_encoding("bytes" if raw_model.config.n_vocab == 257 else "gpt2")
+    check_tokenizer(name, encoding)
+    return raw_model, encoding
 
 
 def build_model(cfg, encoding, saved=None):
@@ -1755,7 +1784,7 @@ def build_model(cfg, encoding, saved=None):
         return GPT(GPTConfig(
             block_size=cfg.T, vocab_size=padded(encoding.n_vocab), n_layer=cfg.n_layer,
             n_head=cfg.n_head, n_embd=cfg.n_embd, n_vocab=encoding.n_vocab))
-    raw_model = load_weights(cfg.init_from)
+    raw_model, _ = load_weights(cfg.init_from)
     c = raw_model.config
     if c.n_vocab != encoding.n_vocab:
         raise UserError(f"init_from={cfg.init_from} has a vocabulary of {c.n_vocab}, "
@@ -1763,7 +1792,6 @@ def build_model(cfg, encoding, saved=None):
     if cfg.T > c.block_size:
         raise UserError(f"T={cfg.T} is above the context of init_from={cfg.init_from}, "
                         f"block_size={c.block_size}: lower --T.")
-    check_tokenizer(cfg.init_from, encoding)
     return raw_model
 
 
@@ -1783,8 +1811,8 @@ def set_up(cfg, device):
         raw_model = build_model(cfg, encoding, saved).to(device)
         compiled, compile_reason = pick_compile(cfg.compile, device)
     if finished:
-        print0(f"The run in {cfg.log_dir}/ is finished, after {saved['step']} steps. For another "
-               f"take a new --log_dir, or set this one aside with --resume=False.")
+        print0(f"The run in {cfg.log_dir}/ is finished, after {saved['step']} steps. To train "
+               f"another, take a new --log_dir, or set this one aside with --resume=False.")
         return None
     dtype, dtype_reason = pick_dtype(cfg, device)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -1813,11 +1841,11 @@ def set_up(cfg, device):
         folder=folder,                             # on rank 0
         stop=StopRequest(device),
         background=ThreadPoolExecutor(max_workers=1),  # saves, and draws curves
-        saving=None,            # the save under way
-        saved_step=state.step,  # what needs no saving, or not again
-        host_copies={},         # of the state's tensors, to be saved
-        unreported=[],          # steps that were launched
-        step_ends=[])           # when the reported ones ended
+        saving=None,            # the save in progress
+        saved_step=state.step,  # the step of the last save, or of the start
+        host_copies={},         # buffers into which a save copies the state's tensors
+        unreported=[],          # steps that were launched and not yet reported
+        step_ends=[])           # end times of the reported ones
 
 
 def describe(cfg, raw_model, train_loader, val_loader):
@@ -1884,8 +1912,8 @@ def run_script(cfg, quick_start):
 
 def main():
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if hasattr(sys.stdout, "reconfigure"):  # what the terminal's encoding lacks is escaped
-        sys.stdout.reconfigure(errors="backslashreplace")
+    # output that cannot be written, or not in the terminal's encoding, must not end a run
+    sys.stdout, sys.stderr = hellaswag.lossy(sys.stdout), hellaswag.lossy(sys.stderr)
     cfg = None
     try:
         cfg, quick_start = parse_args()
@@ -1897,14 +1925,14 @@ def main():
 
 
 def end_process(error, cfg):
-    """Tell what went wrong, in one line where its user can do something, and exit with 1."""
+    """Print what went wrong, in one line where the user can do something, and exit with 1."""
     line = explain(error, cfg)
     if line is None:
         traceback.print_exc()
     elif line:
         print(f"train_gpt2.py: {line}", file=sys.stderr, flush=True)
     if dist.is_initialized():
-        os._exit(1)  # an orderly end would wait for other processes, which may wait for this one
+        os._exit(1)  # a normal exit would wait for other processes, which may wait for this one
     sys.exit(1)
 
 

@@ -268,7 +268,7 @@ def test_a_signal_during_a_validation_ends_it(place, reference, processes):
 def test_ctrl_c_before_the_first_step(place):
     run = Forked(place / "early", arrange={"signal_in": (signal.SIGINT, "build_model")})
     assert run.wait() == 1
-    one_line(run.err, "before the first step")
+    one_line(run.err, "before anything was trained")
 
 
 def test_ctrl_c_while_importing_is_no_traceback(place):
@@ -822,10 +822,14 @@ def test_a_start_without_a_step_leaves_nothing_to_set_aside(place):
 
 
 def test_resume_false_holds_for_torchruns_first_start_alone(halfway, reference):
-    folder = halfway("again")
-    succeed(Forked(folder, resume=False, env={"TORCHELASTIC_RESTART_COUNT": "1"}))
+    folder, restarted = halfway("again"), {"TORCHELASTIC_RESTART_COUNT": "1"}
+    succeed(Forked(folder, resume=False, env=restarted))
     assert_same_run(folder, reference())
     assert not list(folder.glob("before_*"))
+    folder = halfway("never begun")  # the first start of this job did not come as far as run.json
+    succeed(Forked(folder, resume=False, env=restarted | {"TORCHELASTIC_RUN_ID": "another job"}))
+    assert_same_run(folder, reference())
+    assert (folder / "before_1" / "checkpoint_00013.pt").exists()
 
 
 def test_what_a_killed_save_left_is_cleared(halfway, reference):

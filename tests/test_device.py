@@ -82,6 +82,18 @@ def test_a_gpu_that_torch_has_no_code_for_is_a_line(folder):
     one_line(run.err, "no kernel image", "https://download.pytorch.org/whl/cu126", "--device=cpu")
 
 
+@pytest.mark.parametrize("device, words", [
+    ("auto", "has 2 GPUs.*nproc_per_node"), ("cuda:1", "device=cuda:1 is for one process"),
+    ("mps", "device=mps is for one process")])
+def test_a_process_without_a_gpu_of_its_own_is_a_line(monkeypatch, device, words):
+    monkeypatch.setenv("RANK", "2")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(t.UserError, match=words):
+        t.pick_device(device, local_rank=2)
+
+
 def test_tf32_is_set_before_anything_is_compiled(monkeypatch):
     """Set later, the trial compilation would warn once on every rank."""
     order = []

@@ -445,6 +445,16 @@ def test_stopping_early_and_going_on(corpus, whole, tmp_path):
     assert "This run: 0 tokens" in again.stdout
 
 
+def test_a_finished_corpus_that_ends_with_an_empty_file_is_finished(tmp_path):
+    write_parquet(tmp_path / "in/a.parquet", make_texts(100, seed=3))
+    (tmp_path / "in/b.jsonl").write_bytes(b"")
+    assert_made(make(tmp_path / "in", tmp_path / "out"))
+    before = digests(tmp_path / "out")
+    again = make(tmp_path / "in", tmp_path / "out")
+    assert_made(again)
+    assert "This run: 0 tokens" in again.stdout and digests(tmp_path / "out") == before
+
+
 def test_finished_shards_are_not_read_again(tmp_path):
     for i in range(3):
         write_parquet(tmp_path / f"in/{i}.parquet", make_texts(100, seed=i))

@@ -5,6 +5,7 @@ import http.server
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -35,12 +36,20 @@ def one_thread():
 
 
 def encode(text):
-    """A text's numbers are its tokens: made-up questions need no vocabulary."""
-    return [int(word) for word in text.split()]
+    """A text's numbers are its tokens: made-up questions need no vocabulary. Words are 0."""
+    return [int(word) if word.isdigit() else 0 for word in text.split()]
 
 
 def ids(*numbers):
     return " ".join(map(str, numbers))
+
+
+def test_tokenizers_that_put_a_space_in_front():
+    """As Llama's: an ending is the tokens that it has within a text, and no lone space."""
+    def encode(text):
+        return re.findall("▁[^▁]*", "▁" + text.replace(" ", "▁"))
+    context, endings = hellaswag.tokenize(dict(ctx="A dog", endings=["is here"] * 4), encode)
+    assert context == ["▁A", "▁dog"] and endings == [["▁is", "▁here"]] * 4
 
 
 def made_up(n=20, seed=0):

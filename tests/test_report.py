@@ -1,11 +1,15 @@
 """What a run leaves for people to look at: log lines, curves.png, run.json, help."""
 import json
+import math
 import re
 import signal
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import (
+    ROOT,
     Forked,
     assert_close_logs,
     flags,
@@ -114,6 +118,16 @@ def test_help_fits_a_terminal_and_prints_nothing_else(script):
     assert "\x1b" not in done.stdout
 
 
+@pytest.mark.parametrize("env, spin_count", [
+    ({}, "2000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "passive"}, "None")])
+def test_how_long_threads_spin_is_set_unless_the_user_did(monkeypatch, env, spin_count):
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    code = (f"import os, runpy, sys; sys.argv = ['train_gpt2.py', '--help']\n"
+            f"try: runpy.run_path({str(ROOT / 'train_gpt2.py')!r}, run_name='__main__')\n"
+            f"finally: print(os.environ.get('GOMP_SPINCOUNT'), file=sys.stderr)")
+    assert run_python(code, env=env).stderr.split()[-1] == spin_count
+
+
 def test_an_ascii_terminal_shows_everything(folder):
     done = run_script("train_gpt2.py", env={"PYTHONIOENCODING": "ascii"},
                       *flags(folder / "données", max_steps=1, sample_every=1, sample_tokens=50))
@@ -154,7 +168,28 @@ def test_on_a_gpu_a_step_is_reported_when_the_next_was_launched(folder, monkeypa
     monkeypatch.setattr(t, "report_step", report_step)
     monkeypatch.setattr(sys, "argv", ["train_gpt2.py", *flags(folder / "late", max_steps=12)])
     t.main()
-    assert waiting == [1] * 12 and Computed.waits == 12
+    # nothing waits where a save or a validation comes next, after 5, 10 and 12 steps
+    assert waiting == [1, 1, 1, 1, 0] * 2 + [1, 0] and Computed.waits == 12
     assert_close_logs(folder / "late", plain.log_dir)
     out = capsys.readouterr().out
     assert re.findall(r"^ +(\d+)/12 loss", out, re.M) == [str(step) for step in range(12)]
+    log = (folder / "late" / "log.txt").read_text()
+    assert [line.split()[:2] for line in log.splitlines()][5:7] == [["4", "train"], ["5", "val"]]
+
+
+@pytest.mark.parametrize("scale, norm, ends", [
+    (65536.0, 1.0, False), (65536.0, math.inf, False), (2**-20, math.inf, True), (0, 1.0, False)])
+def test_float16_that_overflows_in_every_step_ends_the_run(scale, norm, ends):
+    """A step is skipped now and then, and the scale halved; a scale near 0 means all were."""
+    scaler = SimpleNamespace(is_enabled=lambda: scale > 0, get_scale=lambda: scale)
+    run = SimpleNamespace(
+        cfg=t.Config(), device=torch.device("cpu"), folder=None, step_ends=[],
+        stop=SimpleNamespace(agreed=False),
+        state=SimpleNamespace(scaler=scaler, raw_model=t.GPT(t.GPTConfig(n_layer=1, n_embd=12))),
+        unreported=[(0, 0.0, torch.tensor([2.0, norm, 0.0]), None)])
+    if ends:
+        with pytest.raises(t.UserError, match="norm inf: .*--max_lr"):
+            t.flush_reports(run)
+    else:
+        t.flush_reports(run)
+        assert len(run.step_ends) == 1

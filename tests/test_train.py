@@ -295,7 +295,7 @@ MISTAKES = {  # name: (constants that differ, what the line must hold)
     "wrong dtype": (dict(data="{bad}/floats"), ["x_train_000000.npy", "float32", "uint16"]),
     "two dimensions": (dict(data="{bad}/square"), ["x_train_000000.npy", "(50, 100)"]),
     "ids beyond the vocabulary": (dict(data="{bad}/ids"), ["x_train_000000.npy", "300", "257"]),
-    "truncated shard": (dict(data="{bad}/cut"), ["x_train_000000.npy", "whole"]),
+    "truncated shard": (dict(data="{bad}/cut"), ["x_train_000000.npy", "complete"]),
     "pickled shard": (dict(data="{bad}/pickle"), ["x_train_000000.npy"]),
     "FIFO as a shard": (dict(data="{bad}/fifo"), ["x_train_000000.npy", "not a file"]),
     "long file name": (dict(data="x" * 300), ["xxx cannot be used", "name too long", "data"]),
@@ -372,7 +372,7 @@ def test_a_mistake_of_one_process_while_training_ends_all(folder):
     statuses, runs = two_processes(folder / "lone", arrange={"mistake_on_rank": (1, 3)})
     assert statuses == [1, 1]
     assert one_line(runs[1].err) == "train_gpt2.py: A bad token.\n"
-    one_line(runs[0].err, "Rank 0 lost another process")
+    one_line(runs[0].err, "Rank 0 lost its connection to another process")
 
 
 @pytest.mark.parametrize("error, text", [
