@@ -55,7 +55,7 @@ if __name__ == "__main__":  # what has to be set before torch is loaded
     # OpenMP's threads spin while they wait for each other. On a computer that is busy with
     # something else they wait long, and spin on the core that the awaited thread needs.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "2000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
 
 import numpy as np
 import tiktoken

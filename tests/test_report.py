@@ -119,7 +119,7 @@ def test_help_fits_a_terminal_and_prints_nothing_else(script):
 
 
 @pytest.mark.parametrize("env, spin_count", [
-    ({}, "2000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "passive"}, "None")])
+    ({}, "3000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "passive"}, "None")])
 def test_how_long_threads_spin_is_set_unless_the_user_did(monkeypatch, env, spin_count):
     monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
     code = (f"import os, runpy, sys; sys.argv = ['train_gpt2.py', '--help']\n"
