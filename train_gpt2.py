@@ -55,7 +55,7 @@ if __name__ == "__main__":  # what has to be set before torch is loaded
     # OpenMP's threads spin while they wait for each other. On a computer that is busy with
     # something else they wait long, and spin on the core that the awaited thread needs.
     if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "3000")
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import numpy as np
 import tiktoken
@@ -1722,10 +1722,16 @@ def export(pt, folder):
 
     python -c "import train_gpt2 as t; t.export('log/model_19073.pt', 'hf')"
     """
+    encoding = None
     try:
-        raw_model, encoding = load_weights(str(pt))
+        content = read_checkpoint(pt)
+        raw_model = model_from(content)
     except UserError as e:
         sys.exit(str(e))
+    try:
+        encoding = get_encoding(content["encoding"])
+    except UserError as e:
+        print0(f"{e} Exported without a tokenizer.")
     raw_model.save_pretrained(folder, encoding)
 
 

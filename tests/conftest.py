@@ -291,8 +291,7 @@ class Arrange:
         """Get the signal in these steps; not amid a save, which SIGSTOP would stop as well."""
         def act(step, run):
             if step in steps:
-                if run.saving:
-                    run.saving.exception()  # waits for its end
+                run.background.submit(int).result()  # the saves and pictures before it are done
                 os.kill(os.getpid(), number)
         self.before_step(act)
 

@@ -83,7 +83,7 @@ def long(place):
     return succeed(Forked(place / "long", **LONG)).log_dir
 
 
-LONG = dict(max_steps=400, eval_every=50, save_every=20, max_lr=3e-3)
+LONG = dict(max_steps=1000, eval_every=50, save_every=20, max_lr=3e-3)
 
 
 def same(a, b):
@@ -135,14 +135,17 @@ def test_killed_inside_a_save(place, reference, call):
     """Again and again, while the thread that saves is at a random one of the calls it makes."""
     rng, folder = random.Random(call), place / f"inside_{call}"
     nth = {"fsync": (3, 9), "replace": (3, 7), "unlink": (1, 9), "write": (1, 900)}[call]
+    killed = 0
     for _ in range(8):
         run = Forked(folder, arrange={"kill": (call, rng.randint(*nth))})
         if run.wait() == 0:
             break
         assert run.status == -signal.SIGKILL, run.err
+        killed += 1
         assert_all_whole(folder)
     else:
         succeed(Forked(folder))
+    assert killed
     assert not list(folder.glob("*.part"))
     assert_same_run(folder, reference())
 
@@ -335,7 +338,7 @@ def test_sigterm_under_torchrun_and_another_number_of_processes(place, long):
     assert (folder / f"checkpoint_{step:05d}.pt").exists()
     assert "exitcode" not in run.out  # with which torchrun lists failed workers
     assert "train_gpt2.py:" not in run.out
-    middle = (step + 400) // 2
+    middle = (step + LONG["max_steps"]) // 2
     succeed(Forked(folder, **LONG | dict(B=8), arrange={"signal_at": (signal.SIGTERM, middle)}))
     statuses, runs = two_processes(folder, **LONG | dict(B=2))
     assert statuses == [0, 0], [run.err for run in runs]
@@ -736,7 +739,8 @@ def test_constants_of_speed_and_place_may_change(halfway, reference):
     run = succeed(Forked(
         elsewhere, B=8, dtype="bfloat16", compile=False, save_every=3, milestone_every=11,
         sample_every=10, sample_tokens=3, sample_prompt="x", eval_every=6, val_tokens=512,
-        grad_comm="bfloat16", temperature=0.5, top_k=3))
+        grad_comm="bfloat16", temperature=0.5, top_k=3, device="auto",
+        env={"CUDA_VISIBLE_DEVICES": ""}))
     assert f"continuing from {elsewhere}/checkpoint_00013.pt" in run.out
     ours, theirs = read_log(elsewhere), read_log(reference())
     for step in range(STEPS):
@@ -830,6 +834,17 @@ def test_resume_false_holds_for_torchruns_first_start_alone(halfway, reference):
     succeed(Forked(folder, resume=False, env=restarted | {"TORCHELASTIC_RUN_ID": "another job"}))
     assert_same_run(folder, reference())
     assert (folder / "before_1" / "checkpoint_00013.pt").exists()
+
+
+def test_a_damaged_newer_checkpoint_is_not_one_of_the_two_kept(halfway, reference):
+    folder = halfway("newer damaged")
+    (folder / "checkpoint_00029.pt").write_bytes(b"damaged")
+    run = succeed(Forked(folder, save_every=2, arrange={"signal_at": (signal.SIGTERM, 17)}))
+    assert "checkpoint_00029.pt is damaged" in run.out
+    names = [path.name for path in sorted(folder.glob("checkpoint_*.pt"))]
+    assert names == ["checkpoint_00016.pt", "checkpoint_00018.pt", "checkpoint_00029.pt"]
+    succeed(Forked(folder))
+    assert_same_run(folder, reference())
 
 
 def test_what_a_killed_save_left_is_cleared(halfway, reference):

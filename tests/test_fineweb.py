@@ -129,7 +129,7 @@ def hub(texts, tmp_path_factory):
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
-           "HF_HOME": str(tmp_path_factory.mktemp("hf"))}
+           "HF_HOME": str(tmp_path_factory.mktemp("hf")), "NO_PROXY": "*", "HF_HUB_OFFLINE": "0"}
     server.shutdown()
 
 

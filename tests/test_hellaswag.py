@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, shared
+from conftest import ROOT, one_line, run_python, run_script, shared
 from torch.nn import functional as F
 
 import hellaswag
@@ -456,6 +456,7 @@ def hub(tmp_path, monkeypatch):
         return handler
     monkeypatch.setenv("NO_PROXY", "*")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     huggingface_hub.logging.set_verbosity_warning()  # whatever was set in this process before
     monkeypatch.setattr(hellaswag, "DATA", tmp_path / "hellaswag" / "hellaswag_val.jsonl")
     monkeypatch.setattr(hellaswag, "TOTAL", 3)
@@ -605,9 +606,37 @@ def gpu_is_full():
     (gpu_is_full, "cpu has too little memory for"),
     (lambda: torch.empty(2**60), "cpu has too little memory for"),
     (lambda: signal.raise_signal(signal.SIGINT), "hellaswag.py: stopped.")])
-def test_memory_and_ctrl_c_are_one_line(fail, message, questions, refusal, folder, monkeypatch):
+def test_memory_and_ctrl_c_are_one_line(fail, message, questions, refusal, folder, gpt2_encoding,
+                                        monkeypatch):
     monkeypatch.setattr(hellaswag, "evaluate", lambda *args, **kwargs: fail())
     assert message in refusal("-m", folder, "-d", "cpu")
+
+
+OFFLINE = """
+import sys
+from pathlib import Path
+import hellaswag
+hellaswag.DATA = Path(sys.argv[1])
+try:
+    hellaswag.iterate_examples("val")
+except hellaswag.HellaSwagError as e:
+    sys.exit(f"hellaswag.py: {e}")
+"""
+
+
+def test_offline_is_one_line_and_nothing_else(tmp_path):
+    pytest.importorskip("huggingface_hub")
+    pytest.importorskip("pyarrow")
+    data = tmp_path / "hellaswag" / "hellaswag_val.jsonl"
+    done = run_python(OFFLINE, data, env={"HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "hf")})
+    assert done.returncode == 1 and not data.parent.exists()
+    one_line(done.stderr, "cannot be downloaded from", data)
+
+
+def test_a_mistake_on_the_command_line_exits_with_one_line():
+    done = run_script("hellaswag.py", "--limit", "many")
+    assert (done.returncode, done.stdout) == (1, "")
+    one_line(done.stderr, "many", "--help")
 
 
 def test_ctrl_c_while_importing_is_quiet(tmp_path):

@@ -265,12 +265,16 @@ def test_a_broken_transformers_is_no_full_disk(text, tmp_path, content, error):
     assert (tmp_path / "log" / "model_00001.pt").exists()
 
 
-def test_export_without_the_vocabulary_is_a_line(trained, monkeypatch, tmp_path):
+def test_export_without_the_vocabulary_leaves_out_the_tokenizer(trained, monkeypatch, tmp_path,
+                                                                capsys):
     def no_vocabulary(name):
         raise t.UserError("The GPT-2 vocabulary is not available.")
     monkeypatch.setattr(t, "get_encoding", no_vocabulary)
-    with pytest.raises(SystemExit, match="vocabulary is not available"):
-        t.export(trained.log_dir / "model_00004.pt", tmp_path / "hf")
+    t.export(trained.log_dir / "model_00004.pt", tmp_path / "hf")
+    assert "vocabulary is not available. Exported without a tokenizer" in capsys.readouterr().out
+    assert not (tmp_path / "hf" / "tokenizer.json").exists()
+    expected = t.GPT.from_pretrained(trained.log_dir / "hf")
+    assert_same_weights(t.GPT.from_pretrained(tmp_path / "hf"), expected)
 
 
 # ------------------------------------------------------------------------------ generating
@@ -361,6 +365,7 @@ def test_generate_on_a_compiled_model():
     logits = model(idx)[0]  # compiled
     assert torch.equal(model.generate(idx, 30, generator=seeded()), expected)
     torch.testing.assert_close(model.forward(idx)[0], logits)
+    assert torch.equal(torch.compile(model).generate(idx, 30, generator=seeded()), expected)
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -52,8 +52,8 @@ def test_quick_start_and_then_the_real_thing(tmp_path):
     As its first line promises, the same command does the real thing once there are shards.
     """
     shorter = ["--max_steps=25", "--eval_every=25", "--sample_every=25", "--val_tokens=8192",
-               "--device=cpu", "--save_every=10"]
-    done = run_script("train_gpt2.py", *shorter, cwd=tmp_path)
+               "--save_every=10"]
+    done = run_script("train_gpt2.py", *shorter, cwd=tmp_path, env={"CUDA_VISIBLE_DEVICES": ""})
     assert done.returncode == 0, done.stderr
     first_paragraph = done.stdout.split("\n\n")[0]
     assert first_paragraph.startswith("Quick start") and "python fineweb.py" in first_paragraph
@@ -346,7 +346,8 @@ def test_every_number_has_a_range():
 
 
 def test_without_the_vocabulary_it_says_so(folder, tmp_path):
-    env = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9"}
+    env = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9",
+           "https_proxy": "http://127.0.0.1:9"}
     run = Forked(folder / "no vocabulary", env=env, encoding="gpt2")
     assert run.wait() == 1
     one_line(run.err, "TIKTOKEN_CACHE_DIR", "--encoding=bytes")
