@@ -1,4 +1,4 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings does a model find likeliest?
+"""HellaSwag (Zellers et al. 2019): which of four endings is likeliest?
 
     python hellaswag.py                         # GPT-2 (124M), best device
     python hellaswag.py -m gpt2-xl -d cuda      # any causal LM on the hub

@@ -1770,13 +1770,16 @@ def check_config(cfg):
                         f"nearest that is: --total_batch_size={nearest}{or_B}.")
 
 
-def load_weights(name):
-    """(GPT, its encoding) of a .pt file, or of a Hugging Face folder or repository."""
+def load_weights(name, encoding=None):
+    """(GPT, its encoding) of a .pt file, or of a Hugging Face folder or repository.
+
+    encoding: the one to be used, where that is known.
+    """
     if name.endswith(".pt"):
         content = read_checkpoint(name)
-        return model_from(content), get_encoding(content["encoding"])
+        return model_from(content), encoding or get_encoding(content["encoding"])
     raw_model = load_hugging_face(name)
-    encoding = get_encoding("bytes" if raw_model.config.n_vocab == 257 else "gpt2")
+    encoding = encoding or get_encoding("bytes" if raw_model.config.n_vocab == 257 else "gpt2")
     check_tokenizer(name, encoding)
     return raw_model, encoding
 
@@ -1790,7 +1793,7 @@ def build_model(cfg, encoding, saved=None):
         return GPT(GPTConfig(
             block_size=cfg.T, vocab_size=padded(encoding.n_vocab), n_layer=cfg.n_layer,
             n_head=cfg.n_head, n_embd=cfg.n_embd, n_vocab=encoding.n_vocab))
-    raw_model, _ = load_weights(cfg.init_from)
+    raw_model, _ = load_weights(cfg.init_from, encoding)
     c = raw_model.config
     if c.n_vocab != encoding.n_vocab:
         raise UserError(f"init_from={cfg.init_from} has a vocabulary of {c.n_vocab}, "

@@ -23,6 +23,8 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("GPT2_SHARED", ROOT.parent / "shared"))
 sys.path.insert(0, str(ROOT))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "GIT_OPTIONAL_LOCKS": "0"}
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell script
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # or tests' processes inherit it
 TINY = dict(
     encoding="bytes", n_layer=1, n_head=2, n_embd=16, T=16, B=4, total_batch_size=128,
     max_steps=30, max_lr=1e-2, warmup_steps=5, save_every=5, eval_every=5, val_tokens=1024,
