@@ -527,7 +527,7 @@ def continue_after(shard, path, url, results):
 def cut_shards(results, shard_size, end, files, bars):
     """Yield (tokens, (n,) uint16; Position at their end) of each shard after Position `end`.
 
-    files: their number; the last Position is behind all of them, the last may hold nothing.
+    files: how many there are. The last Position is behind all of them, even if the last are empty.
     """
     shard = np.empty(shard_size, dtype=np.uint16)
     filled = 0

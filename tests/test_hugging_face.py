@@ -252,6 +252,7 @@ def test_full_disk_is_an_oserror_and_the_old_export_stands(room, tmp_path):
 
 @pytest.mark.parametrize("content, error", [
     ("raise OSError(2, 'libgomp.so.1: cannot open')", "FileNotFoundError"),
+    ("raise OSError(2, 'No such file', 'config.json')", "FileNotFoundError"),
     ("", "AttributeError")])
 def test_a_broken_transformers_is_no_full_disk(text, tmp_path, content, error):
     """One that misses a library raises OSError, one with another interface anything: a line."""
@@ -263,6 +264,20 @@ def test_a_broken_transformers_is_no_full_disk(text, tmp_path, content, error):
     assert done.returncode == 0, done.stderr
     assert f"not exported ({error}: " in done.stdout
     assert (tmp_path / "log" / "model_00001.pt").exists()
+
+
+def test_samples_without_the_vocabulary_name_it(tmp_path, text):
+    """Good weights are there; it is not they that are missing."""
+    succeed(Forked(None, cwd=tmp_path, **tiny(text, max_steps=1)))
+    path = tmp_path / "log" / "checkpoint_00001.pt"
+    content = load(path)
+    torch.save(content | {"encoding": "gpt2"}, path)
+    (tmp_path / "log" / "model_00001.pt").unlink()
+    env = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": "http://127.0.0.1:9",
+           "https_proxy": "http://127.0.0.1:9"}
+    sampling = Forked(None, cwd=tmp_path, env=env, sample=1, log_dir="log")
+    assert sampling.wait() == 1
+    one_line(sampling.err, "The GPT-2 vocabulary is not available")
 
 
 def test_export_without_the_vocabulary_leaves_out_the_tokenizer(trained, monkeypatch, tmp_path,
