@@ -380,6 +380,19 @@ def busy():
            "slowest step"), rows)
 
 
+@bench
+def processes():
+    """The quick start's steps in one process of two threads and in two under torchrun."""
+    found = {"1 process, 2 threads": [], "2 processes, 1 thread each": []}
+    for _ in range(6):
+        for n, times in enumerate(found.values(), start=1):
+            threads = {"OMP_NUM_THREADS": str(2 // n)}
+            times.append(statistics.median(script_step_ms(["--max_steps=60"], threads, n)))
+    rows = [(name, f"{statistics.median(times):.0f}", " ".join(f"{ms:.0f}" for ms in times))
+            for name, times in found.items()]
+    table(("side", "ms a step, median", "by round"), rows)
+
+
 def reference_losses(cfg, steps):
     """The losses of a plain training loop around transformers' GPT-2, on the same rows."""
     import torch
