@@ -1,6 +1,6 @@
 """GPT-2 in one file: the model, its data, its training, on a CPU or many GPUs.
 
-    python train_gpt2.py               # no shards yet: 2 minutes of Shakespeare
+    python train_gpt2.py               # no shards yet: a small GPT, Shakespeare
     python fineweb.py                  # FineWeb-Edu -> edu_fineweb10B/*.npy
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
     tail -f log/log.txt                # <step> train|val|hella <value>
@@ -85,7 +85,7 @@ class Config:
     n_layer: int = 12               # blocks
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width, a multiple of n_head
-    init_from: str = "scratch"      # or gpt2 ... gpt2-xl, a Hugging Face folder, a .pt of ours
+    init_from: str = "scratch"      # or gpt2 ... gpt2-xl, a Hugging Face folder, a .pt file
     # the optimizer: for these sizes GPT-3 used max_lr 6e-4, 3e-4, 2.5e-4, 2e-4
     optimizer: str = "adamw"        # or "muon": Muon for the blocks' matrices, AdamW for the rest
     max_lr: float = 6e-4            # learning rate after warmup
@@ -1033,7 +1033,7 @@ def write_whole(path, write, verify=None):
             verify(part)
         os.replace(part, path)
     except (OSError, RuntimeError) as e:
-        cause = e if isinstance(e, OSError) else e.__context__  # torch's hides it
+        cause = e if isinstance(e, OSError) else e.__context__  # torch.save's RuntimeError hides it
         if isinstance(cause, OSError):
             raise OSError(cause.errno, cause.strerror, str(path)) from None
         raise
@@ -1063,12 +1063,17 @@ def read_checkpoint(path, verify=True):
     return content
 
 
-def model_from(content):
-    """The GPT in the content of a .pt file."""
+def config_from(content):
+    """The GPTConfig in the content of a .pt file."""
     gpt_config = dict(content["gpt_config"])
     if not gpt_config.pop("tied", True):  # in files of earlier versions
         raise UserError("A .pt file with an untied lm_head is no longer supported.")
-    raw_model = GPT(GPTConfig(**gpt_config))
+    return GPTConfig(**gpt_config)
+
+
+def model_from(content):
+    """The GPT in the content of a .pt file."""
+    raw_model = GPT(config_from(content))
     raw_model.load_state_dict(content["model"])
     return raw_model
 
@@ -1548,9 +1553,10 @@ def hellaswag_accuracy(run):
 def sample_only(cfg, device):
     """--sample=N: print N samples of the newest weights. Nothing is trained or locked."""
     check_config(cfg)
-    from_scratch = cfg.init_from == "scratch"
-    raw_model, encoding = (
-        newest_weights(cfg.log_dir) if from_scratch else load_weights(cfg.init_from))
+    if cfg.init_from == "scratch":
+        raw_model, encoding = newest_weights(cfg.log_dir)
+    else:
+        raw_model, encoding = load_weights(cfg.init_from)
     raw_model.to(device)
     dtype, _ = pick_dtype(cfg, device)
     for i in range(cfg.sample):
@@ -1725,7 +1731,6 @@ def export(pt, folder):
 
     python -c "import train_gpt2 as t; t.export('log/model_19073.pt', 'hf')"
     """
-    encoding = None
     try:
         content = read_checkpoint(pt)
         raw_model = model_from(content)
@@ -1734,6 +1739,7 @@ def export(pt, folder):
     try:
         encoding = get_encoding(content["encoding"])
     except UserError as e:
+        encoding = None
         print0(f"{e} Exported without a tokenizer.")
     raw_model.save_pretrained(folder, encoding)
 
@@ -1788,10 +1794,10 @@ def load_weights(name, encoding=None):
 
 
 def build_model(cfg, encoding, saved=None):
-    """The GPT to train: a checkpoint's, init_from's, or one from scratch."""
+    """The GPT to train: init_from's, one from scratch, or one of a checkpoint's shape."""
     torch.manual_seed(cfg.seed)
     if saved:
-        return model_from(saved)
+        return GPT(config_from(saved))  # State loads the weights, with all else
     if cfg.init_from == "scratch":
         return GPT(GPTConfig(
             block_size=cfg.T, vocab_size=padded(encoding.n_vocab), n_layer=cfg.n_layer,

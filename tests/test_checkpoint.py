@@ -836,6 +836,27 @@ def test_resume_false_holds_for_torchruns_first_start_alone(halfway, reference):
     assert (folder / "before_1" / "checkpoint_00013.pt").exists()
 
 
+def test_a_kill_between_a_milestone_and_its_checkpoint_loses_no_milestone(place):
+    folder, constants = place / "milestone killed", dict(milestone_every=10, eval_every=0)
+    run = Forked(folder, arrange={"signal_in": (signal.SIGKILL, "write_weights")}, **constants)
+    assert run.wait() == -signal.SIGKILL
+    until(lambda: run.ended())
+    succeed(Forked(folder, **constants))
+    assert (folder / "model_00010.pt").exists() and (folder / "model_00020.pt").exists()
+
+
+def test_a_copy_is_waited_for_on_all_devices_but_cuda(monkeypatch):
+    """On MPS a copy that does not block is never waited for, and what is saved would be old."""
+    real, blocking = torch.Tensor.copy_, []
+
+    def copy_(tensor, source, non_blocking=False):
+        blocking.append(not non_blocking)
+        return real(tensor, source)
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    t.copy_to_host({"model": {"weight": torch.ones(2)}}, {})
+    assert blocking == [True]
+
+
 def test_a_damaged_newer_checkpoint_is_not_one_of_the_two_kept(halfway, reference):
     folder = halfway("newer damaged")
     (folder / "checkpoint_00029.pt").write_bytes(b"damaged")
