@@ -406,7 +406,7 @@ def evaluate(model, examples, progress=False, stop=None):
 # ------------------------------------------------------------------------------ command line
 def check_device(name):
     try:
-        torch.empty(1, device=name).item()  # an element of the meta device has no value
+        torch.ones(2, device=name).sum().item()  # fails without the device, or code for it
     except (RuntimeError, AssertionError) as e:  # AssertionError: torch built without CUDA
         if out_of_memory(e):
             raise
