@@ -52,7 +52,7 @@ from fineweb import (
     UserError, first_line, get_encoding, lock_folder, make_config, parse_flags, write_whole)
 
 
-# ------------------------------------------------- constants
+# ------------------------------- constants
 @dataclass
 class Config:
     """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
@@ -70,11 +70,11 @@ class Config:
     n_embd: int = 768               # width, a multiple of n_head
     init_from: str = "scratch"      # or gpt2 ... gpt2-xl, a Hugging Face folder, a .pt file
     # the optimizer: for these sizes GPT-3 used max_lr 6e-4, 3e-4, 2.5e-4, 2e-4
-    optimizer: str = "adamw"        # or "muon": Muon for the blocks' matrices, AdamW for the rest
+    optimizer: str = "adamw"        # or "muon", for the matrices in the blocks
     max_lr: float = 6e-4            # learning rate after warmup
     muon_lr_ratio: float = 1.0      # Muon's learning rate over AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
-    lr_shape: str = "cosine"        # how it falls from max_lr to min_lr: "cosine" or "linear"
+    lr_shape: str = "cosine"        # of the way to min_lr: "cosine" or "linear"
     warmup_steps: int = 715         # steps of linear warmup; 375 M tokens, as in GPT-3
     max_steps: int = 19073          # optimizer steps; 10 B tokens / total_batch_size
     weight_decay: float = 0.1       # on matrices and embeddings, not on biases and LayerNorms
@@ -89,7 +89,7 @@ class Config:
     sample_tokens: int = 64         # tokens that a sample adds to its prompt
     temperature: float = 1.0        # of samples: higher is more random, 0 takes the likeliest
     top_k: int = 50                 # samples draw from the k likeliest tokens; 0 = from all
-    sample: int = 0                 # print this many samples of the newest weights, do not train
+    sample: int = 0                 # print so many samples, and do not train
     # saving
     log_dir: str = "log"            # the run: log.txt, run.json, curves.png, checkpoints, hf/
     save_every: int = 250           # steps between checkpoints, of which the newest two stay
@@ -110,7 +110,7 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", dtype="float32", compile="False")
 
 
-# ----------------------------------------------------- GPT-2
+# ----------------------------------- GPT-2
 @dataclass
 class GPTConfig:
     """The shape of a GPT. The defaults are GPT-2 (124M)."""
@@ -164,8 +164,7 @@ class Block(nn.Module):
 
     def forward(self, x, mask=None):
         x = x + self.attn(self.ln_1(x), mask)
-        x = x + self.mlp(self.ln_2(x))
-        return x
+        return x + self.mlp(self.ln_2(x))
 
 
 class GPT(nn.Module):
@@ -188,8 +187,8 @@ class GPT(nn.Module):
     def init_weights(self):
         """Normal(0, 0.02) and zero biases, as in OpenAI's code.
 
-        2 * n_layer projections add to the residual stream. Their std is divided by the root of
-        that number, so that the sum's variance does not grow with depth (GPT-2, section 2.3).
+        2 * n_layer projections add to the residual stream. Their std is divided by that
+        number's root, so that the variance does not grow with depth (GPT-2, section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, p in self.named_parameters():
@@ -204,12 +203,14 @@ class GPT(nn.Module):
     def hidden(self, idx, positions=None, mask=None):
         """Final hidden states (B, T, C) of token ids idx (B, T).
 
-        HellaSwag alone, which packs several endings into a row, gives positions (B, T), where in
-        its own text a token stands, and a mask (B, 1, T, T), True where a token may look.
+        HellaSwag, which packs several endings into a row, gives positions (B, T), where in its
+        text a token stands, and a mask (B, 1, T, T), True where a token may look.
         """
         if positions is None:
             positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
+        if torch.is_autocast_enabled(x.device.type):  # the blocks' sum in half the bytes, too
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.transformer.h:
             x = block(x, mask)
         return self.transformer.ln_f(x)
@@ -227,8 +228,8 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.to_logits(x), None
-        # float32, which autocast does not see to on CUDA. The padding gets no probability: to cut
-        # it off before the loss would cost a second copy of the logits.
+        # float32, which autocast does not see to on CUDA. The padding gets no probability; to
+        # cut it off instead would cost a second copy of the logits.
         logits = self.lm_head(x).float()  # (B, T, vocab_size)
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill_(padding, -1e30)
@@ -239,8 +240,8 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Continue idx (B, T) by sampled tokens. Returns (B, T + max_new_tokens).
 
-        temperature 0 takes the likeliest token, top_k draws from the k likeliest. generator
-        (of idx's device) makes the draws, so that training's random state stays untouched.
+        temperature 0 takes the likeliest token, top_k one of the k likeliest. A generator, on
+        idx's device, leaves training's random state alone.
         """
         if temperature == 0:
             temperature, top_k = 1.0, 1
@@ -260,11 +261,8 @@ class GPT(nn.Module):
         """The GPT-2 in a Hugging Face folder or on the hub: gpt2, gpt2-medium, ..."""
         return load_hugging_face(name)
 
-    def num_params(self):
-        return sum(p.numel() for p in self.parameters())
 
-
-# ------------------------------------------------------ data
+# ------------------------------------ data
 class DataLoaderLite:
     """Rows of T tokens out of shards. Which row has which number depends on the seed alone.
 
@@ -334,7 +332,7 @@ def first_row(cfg, step, micro_step):
     return step * (cfg.total_batch_size // cfg.T) + (micro_step * world_size() + rank()) * cfg.B
 
 
-# ------------------------------------------------ optimizers
+# ------------------------------ optimizers
 def get_lr(step, cfg):
     """Learning rate of a step: linear warmup to max_lr, then down to min_lr at max_steps."""
     if step < cfg.warmup_steps:
@@ -354,7 +352,7 @@ def newton_schulz(G):
     Q <- P Q, and multiply X by Q at the end (a tall X takes X^T X, and X Q). In bfloat16,
     rounding spoils A's small values after three steps: it is computed again.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0: five steps lift small values as well
+    a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0, to lift small values
 
     def polynomial(A):
         P = torch.baddbmm(A, A, A, beta=b, alpha=c)
@@ -377,9 +375,9 @@ def newton_schulz(G):
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized (Jordan et al. 2024), for the matrices in the blocks.
 
-    Few directions dominate a gradient matrix. Muon makes all equally long, so that rare ones are
-    learned too. The factor 0.2 sqrt(longer side) makes its updates as large as AdamW's, so that
-    a learning rate suits both (Liu et al. 2025, section 2.2).
+    Few directions dominate a gradient matrix; Muon makes all equally long, so that rare ones
+    are learned too. The factor 0.2 sqrt(longer side) makes its updates as large as AdamW's:
+    both can share a learning rate (Liu et al. 2025, section 2.2).
     """
 
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.float32):
@@ -397,7 +395,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             lr = group["lr"]
-            by_shape = defaultdict(list)  # the equal matrices of all layers are one batch
+            by_shape = defaultdict(list)  # equal matrices of all layers are a batch
             for p in group["params"]:
                 by_shape[p.shape].append(p)
             for shape, params in by_shape.items():
@@ -421,7 +419,7 @@ def configure_optimizers(raw_model, cfg, dtype=torch.float32):
             decayed.append(p)
     groups = [dict(params=decayed, weight_decay=cfg.weight_decay, lr_ratio=1.0),
               dict(params=plain, weight_decay=0.0, lr_ratio=1.0)]
-    # betas and eps as in GPT-3, appendix B; fused is one kernel for all parameters
+    # betas and eps as in GPT-3, appendix B; fused: in one kernel
     adamw = torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
     if not matrices:
         return [adamw]
@@ -429,14 +427,14 @@ def configure_optimizers(raw_model, cfg, dtype=torch.float32):
     return [adamw, Muon([group], lr=cfg.max_lr, dtype=dtype)]
 
 
-# -------------------------------------------------- training
+# -------------------------------- training
 @dataclass
 class State:
     """All that the coming steps depend on, besides the constants and the data.
 
-    raw_model is the GPT. Compilation happens in place: raw_model(x) runs compiled, .hidden(x)
-    and .generate(x) do not. Run.ddp_model is raw_model inside DDP, which averages gradients; in
-    a run of one process it is raw_model.
+    raw_model is the GPT. It is compiled in place: raw_model(x) runs compiled, .hidden(x) and
+    .generate(x) do not. Run.ddp_model is raw_model inside DDP, which averages gradients; with
+    one process it is raw_model.
     """
     raw_model: nn.Module
     optimizers: list
@@ -468,16 +466,16 @@ class Run:
     device: torch.device
     encoding: tiktoken.Encoding
     ddp_model: nn.Module
-    autocast: partial             # with autocast(): products are computed in dtype
+    autocast: partial             # a context, products in dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
-    fingerprint: str              # of the data; a run continues on the same data only
-    questions: object             # HellaSwag's, or None where it is off
+    fingerprint: str              # of the data, on which alone a run continues
+    hellaswag: object             # a function, to acc_norm; None where it is off
     stop: "StopRequest"           # whether Ctrl-C or SIGTERM came
     log: "Log"                    # log.txt, on rank 0
-    thread: ThreadPoolExecutor    # one thread that saves, and draws curves
-    saving: Future                # the last save; its result is its step, or -1 if it failed
-    copies: dict                  # host memory into which every save copies the state
+    thread: ThreadPoolExecutor    # saves, and draws curves
+    saving: Future                # the last save; its result is its step, or -1
+    copies: dict                  # host memory for the copy that is saved
 
 
 @torch.no_grad()
@@ -502,24 +500,24 @@ def validation_loss(run):
 def train_step(run):
     """One optimizer step on total_batch_size tokens.
 
-    Returns the mean loss of this process's rows and the norm of the gradient before clipping,
-    both on the device: nothing in here waits for a GPU.
+    Returns the mean loss of this process's rows and the gradient's norm before clipping, on
+    the device: nothing in here waits for a GPU.
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     micro_steps = cfg.total_batch_size // (cfg.B * cfg.T * world_size())
     mean_loss = torch.zeros((), device=run.device)
     for micro_step in range(micro_steps):
         x, y = run.train_loader.batch(first_row(cfg, state.step, micro_step), cfg.B, run.device)
-        # DDP averages the gradients over the processes during backward. Only the last
-        # micro-step needs it. no_sync() encloses the forward pass too, where DDP prepares it.
+        # DDP averages the gradients over the processes during backward, which only the last
+        # micro-step needs. no_sync() encloses the forward pass too, where DDP prepares it.
         sync = contextlib.nullcontext()
         if world_size() > 1 and micro_step < micro_steps - 1:
             sync = ddp_model.no_sync()
         with sync:
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # backward() adds to the gradients. The loss is a mean over B rows; divided by the
-            # number of micro-steps, they add up to the mean over all rows, as of one batch.
+            # backward() adds to the gradients. The loss is a mean over B rows: divided by the
+            # number of micro-steps, the gradients add up to that of the mean over all rows.
             loss = loss / micro_steps
             state.scaler.scale(loss).backward()
         mean_loss += loss.detach()
@@ -537,20 +535,20 @@ def train_step(run):
 
 
 def due(every, run):
-    """Whether what happens every so many steps is due: never if 0, else after the last one too."""
+    """Whether it is time: every so many steps (0 is never), and after the last one."""
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
 
 
 def train(run):
-    """Save, evaluate, take a step; until max_steps, or until a signal requests a stop."""
+    """Save, evaluate, take a step; until max_steps, or until a signal."""
     cfg, state = run.cfg, run.state
     while not run.stop.agreed:
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             save(run)  # first, so that an evaluation that fails costs no steps
         if due(cfg.eval_every, run):
             report(run, state.step, "val", validation_loss(run), "val loss")
-        if due(cfg.hellaswag_every, run) and run.questions:
-            report(run, state.step, "hella", hellaswag_accuracy(run), "HellaSwag acc_norm")
+        if due(cfg.hellaswag_every, run) and run.hellaswag:
+            report(run, state.step, "hella", run.hellaswag(), "HellaSwag acc_norm")
         if due(cfg.sample_every, run) and state.step > 0:
             print_samples(run)
         if state.step == cfg.max_steps:
@@ -561,33 +559,33 @@ def train(run):
     finish(run)
 
 
-# ===========================================================
+# ========================================================
 # Part two: what a long run on real machines needs
-# ===========================================================
+# ========================================================
 
-# ------------------------------------------------- processes
+# ------------------------------- processes
 # torchrun starts a process for each GPU, and ends all when one fails.
 def rank():
     return int(os.environ.get("RANK", 0))
 
 
-def world_size():  # Slurm may set WORLD_SIZE without RANK
+def world_size():  # Slurm may set it without RANK
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 
 def print0(text):
-    """Print from rank 0, in one piece, since the thread that saves prints too."""
+    """Print from rank 0, in one piece: the thread that saves prints too."""
     if rank() == 0:
         with contextlib.suppress(OSError):  # `> out.txt` on a full disk ends nothing
             print(f"{text}\n", end="", flush=True)
 
 
-def gather(value):
-    """The values of all ranks, on every rank."""
-    values = [value] * world_size()
+def from_rank_0(value):
+    """Rank 0's value, on every rank."""
+    values = [value]
     if world_size() > 1:
-        dist.all_gather_object(values, value)
-    return values
+        dist.broadcast_object_list(values)
+    return values[0]
 
 
 def sum_over_ranks(tensor):
@@ -601,27 +599,27 @@ def join_processes(device):
     """Join the process group, if torchrun started this process."""
     if "RANK" not in os.environ:
         return
-    # imported before there is a group: defaults of its functions (group=WORLD) would keep the
-    # group alive, whose threads could abort Python's exit
-    from torch.distributed import nn as _  # noqa: F401
+    # imported before there is a group, or defaults in there keep the group alive, whose threads
+    # may abort Python's exit
+    import torch.distributed.nn  # noqa: F401
     # torchrun's store outlives a restart: with a prefix, nobody finds addresses of the dead
-    store, _, _ = next(dist.rendezvous("env://"))
+    store = next(dist.rendezvous("env://"))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     gpu = device if device.type == "cuda" else None
-    hour = datetime.timedelta(hours=1)  # rank 0 alone exports, for GPT-2 XL a long time
+    hour = datetime.timedelta(hours=1)  # rank 0 exports alone, which may take long
     dist.init_process_group(backend="nccl" if gpu else "gloo", store=store, rank=rank(),
                             world_size=world_size(), device_id=gpu, timeout=hour)
 
 
 def wrap_ddp(raw_model, cfg, device):
-    """raw_model in DDP, which averages gradients over processes while backward still runs."""
+    """raw_model in DDP, which averages gradients over processes during backward."""
     if world_size() == 1:
         return raw_model
     device_ids = [device.index] if device.type == "cuda" else None
     ddp_model = DDP(raw_model, device_ids=device_ids, gradient_as_bucket_view=True)
     if cfg.grad_comm == "bfloat16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-        # in a lambda, since DDP rejects this hook's name with gloo, where it works
+        # in a lambda: DDP rejects this hook's name with gloo
         ddp_model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(None, bucket))
     return ddp_model
 
@@ -629,13 +627,13 @@ def wrap_ddp(raw_model, cfg, device):
 class StopRequest:
     """Ctrl-C or SIGTERM: the current step is finished and saved, then all processes end.
 
-    Python calls receive() between two instructions, on a CPU perhaps minutes later. So the
-    signal also wakes a thread, which says at once what will happen.
+    Python calls receive() when it can, on a CPU perhaps minutes later. So the signal also
+    wakes a thread, which says at once what will happen.
     """
 
     def __init__(self):
         self.received = False  # by this process
-        self.agreed = False    # by all processes, which then leave after the same step
+        self.agreed = False    # by all processes, after the same step
         self.bell, self.button = socket.socketpair()
         self.button.setblocking(False)
         signal.set_wakeup_fd(self.button.fileno())
@@ -655,7 +653,7 @@ class StopRequest:
                 os._exit(1)
 
 
-# ------------------------------------ device, dtype, compile
+# ------------------ device, dtype, compile
 # "auto" takes what is fast on this machine, and the first lines of a run say what that is.
 def pick_device(name):
     """The torch.device of this process. "auto": its GPU, else MPS, else the CPU."""
@@ -672,12 +670,12 @@ def pick_device(name):
                         f"a smaller --nproc_per_node, or another torch.") from None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        warnings.filterwarnings("ignore", message="Please use the new API settings to control")
+        warnings.filterwarnings("ignore", message="Please use the new API")
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
     elif sys.platform == "linux":
-        # Have malloc keep freed memory, or else large arrays, such as logits, are page-faulted
-        # again at every step: almost a third of GPT-2 (124M)'s step on a CPU
-        with contextlib.suppress(AttributeError):  # a C library other than glibc
+        # malloc keeps freed memory, or else large arrays, such as logits, are page-faulted again
+        # at every step: almost a third of GPT-2 (124M)'s step on a CPU
+        with contextlib.suppress(AttributeError):  # not glibc
             ctypes.CDLL(None).mallopt(-4, 0)   # M_MMAP_MAX
             ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return device
@@ -685,39 +683,38 @@ def pick_device(name):
 
 def pick_dtype(choice, device):
     """The dtype of the matrix products."""
-    if choice != "auto":
-        return getattr(torch, choice)
     cpu_info = Path("/proc/cpuinfo")  # on Linux
-    if device.type == "cuda":
-        # is_bf16_supported() is true on a V100 and a T4 too, where it is emulated, slowly
+    if choice == "auto" and device.type == "cuda":
+        # is_bf16_supported() is true on V100 and T4 too, which emulate it, slowly
         new = torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.bfloat16 if new else torch.float16
-    if device.type == "cpu" and cpu_info.exists() and "avx512_bf16" in cpu_info.read_text():
-        return torch.bfloat16
-    return torch.float32
+        choice = "bfloat16" if new else "float16"
+    elif choice == "auto":
+        bf16 = device.type == "cpu" and cpu_info.exists() and "avx512_bf16" in cpu_info.read_text()
+        choice = "bfloat16" if bf16 else "float32"
+    return getattr(torch, choice)
 
 
 # Dense 16-bit TFLOP/s, from NVIDIA's data sheets; RTX: with float32 accumulation
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "L40S": 362,
-               "A10G": 70, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71, "V100": 125, "T4": 65}
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "V100": 125,
+               "T4": 65, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71}
 
 
 def peak_flops(device):
     """The GPU's peak in FLOP/s, or 0 where it is not known."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     words = set(gpu.replace("-", " ").split())
-    found = [tflops for name, tflops in PEAK_TFLOPS.items() if words.issuperset(name.split())]
+    found = [peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split())]
     return found[0] * 1e12 if found else 0
 
 
 def flops_per_token(raw_model, T):
     """Forward and backward: 6 N + 12 * layers * width * context (PaLM, appendix B)."""
     c = raw_model.config
-    N = raw_model.num_params() - raw_model.transformer.wpe.weight.numel()
+    N = sum(p.numel() for p in raw_model.parameters()) - c.block_size * c.n_embd
     return 6 * N + 12 * c.n_layer * c.n_embd * T
 
 
-# ---------------------------------------------- opening data
+# ---------------------------- opening data
 # A damaged shard or another vocabulary's tokens would train a bad model without a word.
 def padded(n_vocab):
     """n_vocab rounded up to a multiple of 128, which GPUs multiply faster."""
@@ -744,8 +741,7 @@ def open_shard(shard):
 
 def check_ids(tokens, n_vocab, shard):
     if tokens.max() >= n_vocab:
-        raise UserError(f"{shard} holds token {tokens.max()}, but the encoding has {n_vocab}: "
-                        f"take the --encoding that it was made with.")
+        raise UserError(f"{shard} holds token {tokens.max()}: it is not of this encoding.")
 
 
 def open_data(cfg, encoding):
@@ -762,15 +758,13 @@ def open_data(cfg, encoding):
     train_loader = DataLoaderLite(train, cfg.T, seed=cfg.seed, shuffle=cfg.shuffle,
                                   n_vocab=encoding.n_vocab)
     val_loader = DataLoaderLite(val, cfg.T, n_vocab=encoding.n_vocab)
-    rows, val_rows = train_loader.rows_per_epoch, val_loader.rows_per_epoch
-    if rows < cfg.total_batch_size // cfg.T or val_rows < 1:
-        raise UserError(f"{cfg.data} has only {rows} rows of T={cfg.T} tokens, and {val_rows} to "
-                        f"validate on: lower --T or --total_batch_size.")
+    if not (train_loader.rows_per_epoch and val_loader.rows_per_epoch):
+        raise UserError(f"{cfg.data} is too short for rows of T={cfg.T} tokens: lower --T.")
     return train_loader, val_loader
 
 
 def fingerprint_of(loader):
-    """What tells one corpus from another: names, lengths, a checksum of the first ids."""
+    """What tells one corpus from another: names, lengths, first ids."""
     seen = []
     for shard, length in zip(loader.shards, loader.lengths):
         name = shard.name if isinstance(shard, Path) else "text"
@@ -779,19 +773,17 @@ def fingerprint_of(loader):
     return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
 
 
-# ------------------------------- checkpoints, the log folder
+# ------------- checkpoints, the log folder
 # A run may be killed at any moment, the disk may fill up, a file may be damaged. So checkpoints
 # are written whole and verified, and no run overwrites another's.
 def save(run):
-    """Begin to save the state as it is now; training waits only until it is copied."""
+    """Begin to save the state as it is; training waits only until it is copied."""
     if rank() != 0 or run.saving.result() == run.state.step:  # waits for the save before it
         return
     run.log.sync()
     content = run.state.state_dict() | {  # plain tensors and values, for weights_only=True
         "encoding": run.cfg.encoding, "constants": asdict(run.cfg), "data": run.fingerprint}
     content = copy_to_host(content, run.copies)
-    if run.device.type == "cuda":
-        torch.cuda.synchronize()
     run.saving = run.thread.submit(write_checkpoint, content, run.cfg)
 
 
@@ -806,11 +798,11 @@ def copy_to_host(content, copies):
     key = (content.data_ptr(), content.shape)
     if key not in copies:
         copies[key] = torch.empty_like(content, device="cpu", pin_memory=content.is_cuda)
-    return copies[key].copy_(content, non_blocking=content.is_cuda)
+    return copies[key].copy_(content)
 
 
 def write_checkpoint(content, cfg):
-    """In the background: write, verify, rename. Returns the step, or -1 if that failed."""
+    """In the background: write, verify, rename. Returns the step, or -1 if it failed."""
     step, start = content["step"], time.perf_counter()
     path = Path(cfg.log_dir, f"checkpoint_{step:05d}.pt")
     try:
@@ -819,8 +811,8 @@ def write_checkpoint(content, cfg):
                 raise UserError(f"{name} is not finite")
         write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
     except (OSError, RuntimeError, UserError) as e:
-        problem = first_line(e.__context__ or e)  # behind torch.save's RuntimeError: an OSError
-        print0(f"!!! NOT SAVED at step {step}: {problem}. The checkpoint before it is still there.")
+        problem = first_line(e.__context__ or e)  # torch.save's RuntimeError hides an OSError
+        print0(f"!!! NOT SAVED at step {step}: {problem}. The one before it is still there.")
         return -1
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
     found = find_checkpoints(cfg.log_dir)
@@ -860,11 +852,11 @@ def read_checkpoint(path, mmap=True):
             if archive.testzip():
                 raise ValueError("a checksum is wrong")
         return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as e:  # a damaged or foreign file may raise anything in zipfile and torch
+    except Exception as e:  # a damaged file may raise anything
         raise UserError(f"{path} cannot be read as a checkpoint ({first_line(e)}).") from None
 
 
-# A run may continue with other values of these: they change speed, place or what is watched
+# A run may continue with other values of these: of speed, place, and what is watched
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -872,7 +864,7 @@ FREE_TO_CHANGE = {
 
 
 def check_same_training(saved, cfg, fingerprint):
-    """Raise UserError if a checkpoint is of another training than the constants describe."""
+    """Raise UserError if a checkpoint is of another training."""
     before = saved["constants"] | {"data": saved["data"]}
     now = asdict(cfg) | {"data": fingerprint}
     changed = {name for name in now if before.get(name) != now[name]} - FREE_TO_CHANGE
@@ -887,26 +879,28 @@ def check_same_training(saved, cfg, fingerprint):
 
 
 def begin_run(cfg, step, continues):
-    """Note this start in run.json. Without a checkpoint, rename what an earlier run left."""
+    """Note this start in run.json. Without a checkpoint, rename what a run left here."""
     folder, path = Path(cfg.log_dir), Path(cfg.log_dir, "run.json")
     starts = json.loads(path.read_text())["starts"] if continues and path.exists() else []
     for old in (folder / "log.txt", folder / "hf"):
         if not continues and old.exists():
             old.rename(folder / f"{old.name}_before_{time.strftime('%Y%m%d-%H%M%S')}")
-    git, commit = ["git", "describe", "--always", "--dirty"], ""
+    git, commit = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"], b""
     with contextlib.suppress(OSError):  # no git here
-        commit = subprocess.run(git, cwd=Path(__file__).parent, capture_output=True).stdout.decode()
-    starts.append({"time": time.ctime(), "step": step, "command": sys.argv, "commit": commit,
-                   "python": sys.version, "torch": torch.__version__, "numpy": np.__version__})
+        commit = subprocess.run(git, capture_output=True).stdout
+    starts.append({"time": time.ctime(), "step": step, "command": sys.argv, "torch":
+                   torch.__version__, "python": sys.version, "commit": commit.decode().strip()})
     text = json.dumps({"constants": asdict(cfg), "starts": starts}, indent=2)
     write_whole(path, lambda file: file.write(text.encode()))
 
 
 class Log:
-    """log.txt: lines are appended at once, since people tail it, and never written again."""
+    """log.txt, to which lines are appended at once, since people tail it.
+
+    At the start, lines from `step` on go, since those steps come again.
+    """
 
     def __init__(self, path, step):
-        """Lines from `step` on go: those steps come again."""
         self.file = open(path, "ab", buffering=0)
         self.refused = b""  # what a full disk did not take
         kept = 0
@@ -923,7 +917,7 @@ class Log:
             self.refused = self.refused[written:]
 
     def sync(self):
-        """Have the lines on the disk, before a checkpoint of a later step is."""
+        """Have all lines on the disk, before a later step's checkpoint is."""
         self.write(b"")
         with contextlib.suppress(OSError):
             os.fsync(self.file.fileno())
@@ -942,26 +936,25 @@ def finish(run):
         try:
             save_hugging_face(run.state.raw_model, Path(cfg.log_dir, "hf"), run.encoding)
             print0(f"exported to {cfg.log_dir}/hf/, for transformers and hellaswag.py -m")
-        except Exception as e:  # transformers may be missing, or raise anything
+        except Exception as e:  # transformers may be missing
             print0(f"not exported ({first_line(e)}): the same command tries again")
         print0(f"Done. What it writes: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
                f"To train longer: the same command, with a larger --max_steps.")
 
 
-# ----------------------------------------------- log, curves
+# ----------------------------- log, curves
 # log.txt is for notebooks, stdout for people, curves.png plots both.
 def report_step(run, loss, norm, start):
-    """Report the step that began at time `start`. To read its numbers is to wait for the GPU."""
+    """Report the step that began at time `start`. Reading its numbers waits for the GPU."""
     cfg, scaler, step = run.cfg, run.state.scaler, run.state.step - 1
     stop = torch.full_like(loss, run.stop.received)  # on the device: a copy to it would wait
     numbers = sum_over_ranks(torch.stack((loss, norm, stop))) / world_size()
     loss, norm, stop = numbers.tolist()
     run.stop.agreed = stop > 0
-    # float16: the scaler skips a step with an infinite norm and halves its scale
-    skipped = not math.isfinite(norm) and scaler.is_enabled() and scaler.get_scale() > 1e-3
-    if not math.isfinite(loss) or not (math.isfinite(norm) or skipped):
-        raise UserError(f"The loss of step {step} is {loss}, its gradient's norm {norm}: look at "
-                        f"the data, or lower --max_lr in another --log_dir.")
+    # in float16, the scaler skips a step with an infinite norm and halves its scale
+    if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
+        raise UserError(f"Step {step} has loss {loss} and gradient norm {norm}: look at the "
+                        f"data, or start with a lower --max_lr in another --log_dir.")
     seconds, label, more = time.perf_counter() - start, "", ""
     if cfg.print_every and (step % cfg.print_every == 0 or step == cfg.max_steps - 1):
         left = datetime.timedelta(seconds=round(seconds * (cfg.max_steps - step - 1)))
@@ -981,21 +974,21 @@ def report(run, step, stream, value, label, more=""):
     """
     if rank() == 0:
         run.log.write(f"{step} {stream} {value:.6f}\n".encode())
-        if stream != "train":  # where that fails, as without matplotlib, there is no picture
+        if stream != "train":  # if that fails, as without matplotlib, there is no picture
             run.thread.submit(draw_curves, run.cfg.log_dir)
     if label:
         print0(f"{step:5d}/{run.cfg.max_steps} {label} {value:.4f}{more}")
 
 
 def draw_curves(folder):
-    """<folder>/curves.png of a run: losses and HellaSwag against tokens."""
-    from matplotlib.figure import Figure  # not pyplot: no display, no global state
+    """<folder>/curves.png: losses and HellaSwag against tokens."""
+    from matplotlib.figure import Figure  # not pyplot, which wants a display
     constants = json.loads(Path(folder, "run.json").read_text())["constants"]
     points = {"train": [], "val": [], "hella": []}
     for line in Path(folder, "log.txt").read_text().splitlines():
         step, stream, value = line.split()
         points[stream].append((int(step) * constants["total_batch_size"] / 1e6, float(value)))
-    n = 1 + len(points["train"]) // 200  # smoothed: the means of n steps each
+    n = 1 + len(points["train"]) // 200  # smoothed: each point is the mean of n steps
     rows = len(points["train"]) // n
     points["train"] = np.reshape(points["train"][:rows * n], (rows, n, 2)).mean(axis=1)
     figure = Figure(figsize=(12, 4.5), layout="constrained")
@@ -1006,18 +999,18 @@ def draw_curves(folder):
             axis.plot(tokens, values, label=f"{stream}, now {values[-1]:.3f}")
     if rows:
         loss.set_ylim(top=1.05 * points["train"][rows // 20][1])  # where it has come down
-    if constants["encoding"] == "gpt2":  # losses of other encodings do not compare
-        loss.axhline(3.2924, color="gray", linestyle="--", label="GPT-2 124M: 3.2924")
-    hella.axhline(0.2945, color="gray", linestyle="--", label="GPT-2 124M: 0.2945")
+    if constants["encoding"] == "gpt2":
+        loss.axhline(3.2924, color="gray", label="GPT-2 124M: 3.2924")
+        hella.axhline(0.2945, color="gray", label="GPT-2 124M: 0.2945")
     for axis, name in ((loss, "loss, nats per token"), (hella, "HellaSwag acc_norm")):
         axis.set(xlabel="million tokens", ylabel=name)
         axis.legend()
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=100))
 
 
-# ------------------------------------- samples and HellaSwag
-# Both leave training's random state alone. Neither runs the compiled model, nor cuDNN's
-# attention: both would make something new for each of the many shapes.
+# ------------------- samples and HellaSwag
+# Both leave training's random state alone. Neither runs the compiled model or cuDNN's
+# attention, which would make something new for each of many shapes.
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(raw_model, encoding, cfg, seed):
     """sample_prompt and how the model continues it."""
@@ -1026,9 +1019,7 @@ def sample_text(raw_model, encoding, cfg, seed):
     tokens = raw_model.generate(
         torch.tensor([prompt], device=device), cfg.sample_tokens, temperature=cfg.temperature,
         top_k=cfg.top_k, generator=torch.Generator(device).manual_seed(seed))
-    text = encoding.decode_bytes(tokens[0].tolist()).decode("utf-8", errors="backslashreplace")
-    # other control characters could confuse a terminal
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+    return encoding.decode_bytes(tokens[0].tolist()).decode("utf-8", errors="backslashreplace")
 
 
 def print_samples(run):
@@ -1041,7 +1032,7 @@ def print_samples(run):
 
 
 def sample_only(cfg, device):
-    """--sample=N: print N samples of the newest weights. Nothing is trained or locked."""
+    """--sample=N: print N samples of the newest weights or of init_from."""
     name = newest_checkpoint(cfg.log_dir) if cfg.init_from == "scratch" else cfg.init_from
     if name is None:
         raise UserError(f"log_dir={cfg.log_dir} holds no weights: train, or take --init_from.")
@@ -1049,12 +1040,12 @@ def sample_only(cfg, device):
     dtype = pick_dtype(cfg.dtype, device)
     for i in range(cfg.sample):
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            text = sample_text(raw_model.to(device), encoding, cfg, seed=cfg.seed + i)
-        print0(text if i == 0 else f"---\n{text}")
+            print0(sample_text(raw_model.to(device), encoding, cfg, seed=cfg.seed + i))
+        print0("---")
 
 
-def load_questions(cfg, raw_model):
-    """HellaSwag's questions, ready to be scored; None where it is off, for bytes as well."""
+def hellaswag_scorer(cfg, raw_model, autocast):
+    """A function that returns the model's acc_norm; None where HellaSwag is off."""
     if not cfg.hellaswag_every or cfg.encoding != "gpt2":
         return None
     import hellaswag
@@ -1064,19 +1055,17 @@ def load_questions(cfg, raw_model):
             examples = list(hellaswag.iterate_examples("val"))
     except UserError as e:
         print0(f"HellaSwag is off: {e}")
-    examples = gather(examples)[0]
-    return hellaswag.prepare(examples, raw_model) if examples else None
+    examples = from_rank_0(examples)
+    questions = hellaswag.prepare(examples, raw_model) if examples else None
+
+    def acc_norm():
+        with autocast():
+            return hellaswag.evaluate(raw_model, questions).acc_norm
+    return acc_norm if questions else None
 
 
-def hellaswag_accuracy(run):
-    """acc_norm of the model as it is."""
-    import hellaswag
-    with run.autocast():
-        return hellaswag.evaluate(run.state.raw_model, run.questions).acc_norm
-
-
-# ---------------------------------------------- Hugging Face
-# Weights come from transformers' GPT-2 and go to it. What computes something else is refused.
+# ---------------------------- Hugging Face
+# Weights come from transformers' GPT-2 and go to it, if it computes what ours does.
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) there, (out, in) here
 OURS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
         "scale_attn_weights": True, "tie_word_embeddings": True,
@@ -1094,7 +1083,7 @@ def load_hugging_face(name):
                 raise ValueError(f"its config.json says {key}={getattr(c, key)}, not {value}")
         if info["missing_keys"]:
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
-    except Exception as e:  # foreign files and networks may raise anything in there
+    except Exception as e:  # files and networks may raise anything
         raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}): give a Hugging "
                         f"Face folder, or go online.") from None
     raw_model = GPT(GPTConfig(
@@ -1104,7 +1093,7 @@ def load_hugging_face(name):
     with torch.no_grad():
         for key, p in raw_model.state_dict().items():
             weight = source[key].t() if key.endswith(TRANSPOSED) else source[key]
-            p[:len(weight)] = weight  # the embedding alone has more rows here: the padding
+            p[:len(weight)] = weight  # the embedding has more rows here: padding
     return raw_model
 
 
@@ -1116,8 +1105,8 @@ def save_hugging_face(raw_model, folder, encoding=None):
         vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
         n_embd=c.n_embd, bos_token_id=end_of_text, eos_token_id=end_of_text,
         pad_token_id=end_of_text))
-    if c.block_size <= 256:  # a pipeline's default of 256 new tokens is beyond this context
-        hf.generation_config.max_length = c.block_size
+    # or a pipeline goes beyond the context
+    hf.generation_config.max_length = c.block_size
     weights = {}
     for key, weight in raw_model.state_dict().items():
         if key in ("transformer.wte.weight", "lm_head.weight"):
@@ -1134,18 +1123,14 @@ def hugging_face_tokenizer(encoding, context):
     """A tiktoken encoding as a transformers tokenizer with the same ids."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import GPT2TokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-    letters = bytes_to_unicode()  # a printable letter for each byte, as in these files
+    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
+    letters = bytes_to_unicode()  # a printable letter for each byte
     ids = {}
     for i in range(encoding.eot_token):
         token = encoding.decode_single_token_bytes(i)
         ids["".join(letters[byte] for byte in token)] = i
-    merges = []  # tiktoken joins those neighbours first whose result has the lowest id
-    for token in ids:
-        for cut in range(1, len(token)):
-            if token[:cut] in ids and token[cut:] in ids:
-                merges.append((token[:cut], token[cut:]))
-    tokenizer = Tokenizer(models.BPE(ids, merges))
+    scores = {token: -i for token, i in ids.items()}  # what has the lowest id is joined first
+    tokenizer = Tokenizer(models.BPE(ids, generate_merges(ids, scores)))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's regex
     tokenizer.decoder = decoders.ByteLevel()
     return GPT2TokenizerFast(tokenizer_object=tokenizer, model_max_length=context,
@@ -1153,7 +1138,7 @@ def hugging_face_tokenizer(encoding, context):
 
 
 def load_weights(name):
-    """(GPT, its encoding) of a checkpoint, or of a Hugging Face folder or repository."""
+    """(GPT, its encoding) of a checkpoint, or of a Hugging Face folder or name."""
     if not name.endswith(".pt"):
         raw_model = load_hugging_face(name)
         return raw_model, get_encoding("bytes" if raw_model.config.n_vocab == 257 else "gpt2")
@@ -1163,8 +1148,8 @@ def load_weights(name):
     return raw_model, get_encoding(content["encoding"])
 
 
-# -------------------------- setting up, and the command line
-# What can be wrong is checked before the first step, and before log_dir is touched.
+# -------- setting up, and the command line
+# What can be wrong is checked before log_dir is touched.
 CHOICES = {
     "encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"),
     "lr_shape": ("cosine", "linear"), "compile": ("auto", "True", "False"),
@@ -1172,7 +1157,7 @@ CHOICES = {
 
 
 def check_config(cfg):
-    """Raise UserError for constants that make no sense, and suggest some that do."""
+    """Raise UserError for constants that make no sense."""
     for name, choices in CHOICES.items():
         if getattr(cfg, name) not in choices:
             raise UserError(f"{name}={getattr(cfg, name)} is not one of {', '.join(choices)}.")
@@ -1181,16 +1166,13 @@ def check_config(cfg):
     if not Path(cfg.data).is_file() and not all(find_shards(cfg.data)):
         raise UserError(f"data={cfg.data} is neither a text file nor a folder with *_train_*.npy "
                         f"and *_val_*.npy: run fineweb.py, or name another --data.")
-    per_pass = cfg.B * cfg.T * world_size()
-    if cfg.total_batch_size % per_pass:
-        nearest = max(1, round(cfg.total_batch_size / per_pass)) * per_pass
+    if cfg.total_batch_size % (cfg.B * cfg.T * world_size()):
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of B * T * "
-                        f"processes = {cfg.B} * {cfg.T} * {world_size()}: take {nearest}, or "
-                        f"another --B.")
+                        f"processes = {cfg.B} * {cfg.T} * {world_size()}: change it or --B.")
 
 
 def build_model(cfg, encoding, saved=None):
-    """The GPT to train: init_from's, one from scratch, or one of a checkpoint's shape."""
+    """The GPT to train: new, init_from's, or one of a checkpoint's shape."""
     torch.manual_seed(cfg.seed)
     if saved:
         return GPT(GPTConfig(**saved["gpt_config"]))  # State loads the weights, with all else
@@ -1217,17 +1199,19 @@ def set_up(cfg, device):
         Path(cfg.log_dir).mkdir(parents=True, exist_ok=True)
         lock_folder(cfg.log_dir)
         path = newest_checkpoint(cfg.log_dir)
-    path = gather(path)[0]  # a shared disk may show ranks different newest files
+    path = from_rank_0(path)  # a shared disk may show ranks different newest files
     if path:
-        # a map of the file serves a GPU; a CPU's AdamW keeps the very tensors it is given
+        # not mapped on a CPU, where AdamW keeps the very tensors that it is given
         saved = read_checkpoint(path, mmap=device.type != "cpu")
         check_same_training(saved, cfg, fingerprint)
     raw_model = build_model(cfg, encoding, saved).to(device)
     dtype, compiled = pick_dtype(cfg.dtype, device), cfg.compile == "True"
-    if cfg.compile == "auto":  # torch.compile needs Triton for a GPU; Windows often has none
-        compiled = device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    if cfg.compile == "auto" and device.type == "cuda":  # Windows often has no Triton
+        compiled = importlib.util.find_spec("triton") is not None
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    state = State(raw_model, configure_optimizers(raw_model, cfg, dtype), scaler)
+    bf16 = dtype == torch.bfloat16  # in float16, Muon's products would overflow
+    optimizers = configure_optimizers(raw_model, cfg, dtype if bf16 else torch.float32)
+    state = State(raw_model, optimizers, scaler)
     if saved:
         state.load_state_dict(saved)
     if rank() == 0:
@@ -1236,12 +1220,12 @@ def set_up(cfg, device):
     if compiled:
         raw_model.compile()
     thread = ThreadPoolExecutor(max_workers=1)
+    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     run = Run(
-        cfg=cfg, state=state, device=device, encoding=encoding,
-        ddp_model=wrap_ddp(raw_model, cfg, device),
-        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-        train_loader=train_loader, val_loader=val_loader, fingerprint=fingerprint,
-        questions=load_questions(cfg, raw_model), stop=StopRequest(), log=log,
+        cfg=cfg, state=state, device=device, encoding=encoding, autocast=autocast,
+        ddp_model=wrap_ddp(raw_model, cfg, device), train_loader=train_loader,
+        val_loader=val_loader, fingerprint=fingerprint,
+        hellaswag=hellaswag_scorer(cfg, raw_model, autocast), stop=StopRequest(), log=log,
         thread=thread, saving=thread.submit(int, state.step), copies={})
     describe(run, dtype, compiled)
     return run
@@ -1249,29 +1233,29 @@ def set_up(cfg, device):
 
 def describe(run, dtype, compiled):
     """The first lines of a run."""
-    cfg, c, step = run.cfg, run.state.raw_model.config, run.state.step
+    cfg, model = run.cfg, run.state.raw_model
     epochs = cfg.max_steps * cfg.total_batch_size / cfg.T / run.train_loader.rows_per_epoch
-    flops = flops_per_token(run.state.raw_model, cfg.T) * cfg.total_batch_size
+    flops = flops_per_token(model, cfg.T) * cfg.total_batch_size
     slow = ", minutes on a CPU" if run.device.type == "cpu" and flops > 2e13 else ""
     print0(f"data      {cfg.data}: {run.fingerprint}\n"
-           f"model     {run.state.raw_model.num_params():,} parameters from {cfg.init_from}: "
-           f"{c.n_layer} layers, {c.n_head} heads, {c.n_embd} wide\n"
+           f"model     {sum(p.numel() for p in model.parameters()):,} parameters, "
+           f"init_from={cfg.init_from}: {model.config}\n"
            f"training  {cfg.max_steps:,} steps of {cfg.total_batch_size:,} tokens, {epochs:.2f} "
            f"epochs; a step is {flops / 1e12:,.2g} TFLOP{slow}\n"
-           f"machine   {world_size()} x {run.device.type}, {str(dtype)[6:]}, "
-           f"{'compiled' if compiled else 'not compiled'}, torch {torch.__version__}\n"
-           f"log       {Path(cfg.log_dir, 'log.txt')}, from step {step} on")
-    if step >= cfg.max_steps:
-        print0(f"This run is finished, after {step} steps: validation, samples, export again.")
+           f"machine   {world_size()} x {run.device.type}, {str(dtype)[6:]}, compile={compiled}, "
+           f"torch {torch.__version__}\n"
+           f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.state.step} on")
+    if run.state.step >= cfg.max_steps:
+        print0("This run is finished: validation, samples and export again.")
 
 
 def choose_settings(flags):
-    """The constants that apply, and the first lines, which say whose they are."""
+    """The constants that apply, and the first lines, which name them."""
     data, lines = flags.get("data", Config.data), ""
     if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
-        lines = ("Quick start, a small GPT on Shakespeare: edu_fineweb10B/ holds no shards. To "
-                 "train GPT-2\n(124M): python fineweb.py, and then the same command again.\n\n")
+        lines = ("Quick start, a small GPT on Shakespeare: edu_fineweb10B/ holds no shards. For "
+                 "GPT-2\n(124M): python fineweb.py, and the same command again.\n\n")
     small = SMALL if Path(data).is_file() else {}
     cfg = make_config(Config, {"data": data} | small | flags)
     for name in ("n_layer", "n_head", "n_embd"):
@@ -1286,7 +1270,7 @@ def choose_settings(flags):
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold any character
+    sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
     try:
         cfg, lines = choose_settings(parse_flags(Config, __doc__, SMALL))
         device = pick_device(cfg.device)
@@ -1302,7 +1286,7 @@ def main():
             dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            error = UserError("Out of memory: a smaller --B trains the same model in less.")
+            error = UserError("Out of memory: a smaller --B trains the same model.")
         if isinstance(error, UserError):
             print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
         else:
