@@ -72,7 +72,7 @@ class Config:
     # the optimizer: for these sizes GPT-3 used max_lr 6e-4, 3e-4, 2.5e-4, 2e-4
     optimizer: str = "adamw"        # or "muon", for the matrices in the blocks
     max_lr: float = 6e-4            # learning rate after warmup
-    muon_lr_ratio: float = 1.0      # Muon's learning rate over AdamW's
+    muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: str = "cosine"        # of the way to min_lr: "cosine" or "linear"
     warmup_steps: int = 715         # steps of linear warmup; 375 M tokens, as in GPT-3
@@ -96,7 +96,7 @@ class Config:
     keep_every: int = 5000          # steps between checkpoints that stay for good
     # the machine
     device: str = "auto"            # "auto" is CUDA, else MPS, else CPU; or cuda, cuda:1, mps, cpu
-    dtype: str = "auto"             # "auto" is the fastest; or bfloat16, float16, float32
+    dtype: str = "auto"             # "auto" is float32 but on GPUs; or bfloat16, float16, float32
     compile: str = "auto"           # "auto" is torch.compile on CUDA; or True, False
     grad_comm: str = "float32"      # of gradients between GPUs; bfloat16 halves the traffic
 
@@ -180,7 +180,7 @@ class GPT(nn.Module):
             ln_f=nn.LayerNorm(config.n_embd)))
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         # The input embedding is also the output matrix: similar tokens are similar in both
-        # roles, and 30 % of the parameters are saved (Press and Wolf 2017)
+        # roles, and 39 M parameters are saved (Press and Wolf 2017)
         self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
 
@@ -209,7 +209,7 @@ class GPT(nn.Module):
         if positions is None:
             positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):  # the blocks' sum in half the bytes, too
+        if torch.is_autocast_enabled(x.device.type):  # the residual stream, too
             x = x.to(torch.get_autocast_dtype(x.device.type))
         for block in self.transformer.h:
             x = block(x, mask)
@@ -228,8 +228,8 @@ class GPT(nn.Module):
         x = self.hidden(idx)
         if targets is None:
             return self.to_logits(x), None
-        # float32, which autocast does not see to on CUDA. The padding gets no probability; to
-        # cut it off instead would cost a second copy of the logits.
+        # In float32: on CUDA, autocast would leave the log-softmax in bfloat16. The padding gets
+        # no probability; to cut it off instead would cost a second copy of the logits.
         logits = self.lm_head(x).float()  # (B, T, vocab_size)
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill_(padding, -1e30)
@@ -240,7 +240,7 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Continue idx (B, T) by sampled tokens. Returns (B, T + max_new_tokens).
 
-        temperature 0 takes the likeliest token, top_k one of the k likeliest. A generator, on
+        temperature 0 takes the likeliest token, top_k=k draws from k of them. A generator, on
         idx's device, leaves training's random state alone.
         """
         if temperature == 0:
@@ -361,10 +361,10 @@ def newton_schulz(G):
 
     tall = G.size(-2) > G.size(-1)
     X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
-    for more_steps in ((2, 1) if G.dtype == torch.bfloat16 else (4,)):  # 3 + 2 steps, or 5
+    for steps in ((3, 2) if G.dtype == torch.bfloat16 else (5,)):
         A = X.mT @ X if tall else X @ X.mT
         P = Q = polynomial(A)
-        for _ in range(more_steps):
+        for _ in range(steps - 1):
             A = P @ A @ P
             P = polynomial(A)
             Q = P @ Q
@@ -454,7 +454,7 @@ class State:
         self.raw_model.load_state_dict(saved["model"])
         for optimizer, content in zip(self.optimizers, saved["optimizers"]):
             optimizer.load_state_dict(content)
-        if saved["scaler"] and self.scaler.is_enabled():
+        if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
 
@@ -469,8 +469,8 @@ class Run:
     autocast: partial             # a context, products in dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
-    fingerprint: str              # of the data, on which alone a run continues
-    hellaswag: object             # a function, to acc_norm; None where it is off
+    fingerprint: str              # of the data, the same when a run continues
+    hellaswag: object             # a function that returns acc_norm, or None
     stop: "StopRequest"           # whether Ctrl-C or SIGTERM came
     log: "Log"                    # log.txt, on rank 0
     thread: ThreadPoolExecutor    # saves, and draws curves
@@ -485,15 +485,15 @@ def validation_loss(run):
     Each process sums up its share of the rows: neither B nor how many there are matters.
     """
     cfg = run.cfg
-    rows = min(cfg.val_tokens // cfg.T, run.val_loader.rows_per_epoch)
+    rows = min(max(1, cfg.val_tokens // cfg.T), run.val_loader.rows_per_epoch)
     total = torch.zeros((), device=run.device)
     for row in range(rank() * cfg.B, rows, world_size() * cfg.B):
         x, y = run.val_loader.batch(row, cfg.B, run.device)
-        B = min(cfg.B, rows - row)  # the rows after them, in the last batch, are left out
-        surplus = torch.arange(B, cfg.B, device=run.device)
+        y = y.clone()          # x is in the same memory
+        y[rows - row:] = -100  # rows of the last batch that are past val_tokens do not count
         with run.autocast():
-            _, loss = run.state.raw_model(x, y.index_fill(0, surplus, -100), return_logits=False)
-        total += loss * B
+            _, loss = run.state.raw_model(x, y, return_logits=False)
+        total += loss * min(cfg.B, rows - row)
     return sum_over_ranks(total).item() / rows
 
 
@@ -527,7 +527,8 @@ def train_step(run):
         state.scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     for optimizer in state.optimizers:
-        state.scaler.step(optimizer)
+        if not state.scaler.is_enabled() or norm.isfinite():  # all optimizers step, or none
+            state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
     state.step += 1
@@ -606,7 +607,7 @@ def join_processes(device):
     store = next(dist.rendezvous("env://"))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     gpu = device if device.type == "cuda" else None
-    hour = datetime.timedelta(hours=1)  # rank 0 exports alone, which may take long
+    hour = datetime.timedelta(hours=1)  # rank 0 checks checkpoints and exports alone
     dist.init_process_group(backend="nccl" if gpu else "gloo", store=store, rank=rank(),
                             world_size=world_size(), device_id=gpu, timeout=hour)
 
@@ -648,8 +649,9 @@ class StopRequest:
     def answer(self):
         self.bell.recv(1)
         print0("Stopping: this step is finished and saved first; Ctrl-C again ends at once.")
-        while self.bell.recv(1):
-            if "RANK" not in os.environ:  # torchrun's processes get each Ctrl-C twice
+        while True:
+            number = self.bell.recv(1)[0]  # torchrun repeats signals, `timeout` SIGTERM
+            if number == signal.SIGINT and "RANK" not in os.environ:
                 os._exit(1)
 
 
@@ -662,12 +664,9 @@ def pick_device(name):
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    try:
-        device = torch.device(name)
-        torch.ones(2, device=device).sum().item()  # fails without the device, or code for it
-    except (RuntimeError, AssertionError) as e:  # AssertionError: a torch built without CUDA
-        raise UserError(f"device={name} does not work ({first_line(e)}): take --device=cpu, "
-                        f"a smaller --nproc_per_node, or another torch.") from None
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UserError(f"device={name}: torch {torch.__version__} sees no GPU here.")
     if device.type == "cuda":
         torch.cuda.set_device(device)
         warnings.filterwarnings("ignore", message="Please use the new API")
@@ -683,14 +682,12 @@ def pick_device(name):
 
 def pick_dtype(choice, device):
     """The dtype of the matrix products."""
-    cpu_info = Path("/proc/cpuinfo")  # on Linux
-    if choice == "auto" and device.type == "cuda":
-        # is_bf16_supported() is true on V100 and T4 too, which emulate it, slowly
-        new = torch.cuda.get_device_capability(device) >= (8, 0)
-        choice = "bfloat16" if new else "float16"
-    elif choice == "auto":
-        bf16 = device.type == "cpu" and cpu_info.exists() and "avx512_bf16" in cpu_info.read_text()
-        choice = "bfloat16" if bf16 else "float32"
+    if choice == "auto":
+        choice = "float32"
+        if device.type == "cuda":
+            # is_bf16_supported() is true on V100 and T4 too, which emulate it, slowly
+            new = torch.cuda.get_device_capability(device) >= (8, 0)
+            choice = "bfloat16" if new else "float16"
     return getattr(torch, choice)
 
 
@@ -748,10 +745,7 @@ def open_data(cfg, encoding):
     """The loaders of training and of validation rows."""
     train, val = find_shards(cfg.data)
     if Path(cfg.data).is_file():  # a text, its last tenth for validation
-        try:
-            text = Path(cfg.data).read_bytes().decode("utf-8")
-        except UnicodeDecodeError as e:
-            raise UserError(f"{cfg.data} is not UTF-8 (byte {e.start}): convert it.") from None
+        text = Path(cfg.data).read_bytes().decode("utf-8")
         tokens = encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
         cut = int(len(tokens) * 0.9)
         train, val = [tokens[:cut]], [tokens[cut:]]
@@ -811,8 +805,9 @@ def write_checkpoint(content, cfg):
                 raise UserError(f"{name} is not finite")
         write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
     except (OSError, RuntimeError, UserError) as e:
-        problem = first_line(e.__context__ or e)  # torch.save's RuntimeError hides an OSError
-        print0(f"!!! NOT SAVED at step {step}: {problem}. The one before it is still there.")
+        while e.__context__:  # torch.save's RuntimeErrors hide an OSError
+            e = e.__context__
+        print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. What was saved is still there.")
         return -1
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
     found = find_checkpoints(cfg.log_dir)
@@ -881,6 +876,8 @@ def check_same_training(saved, cfg, fingerprint):
 def begin_run(cfg, step, continues):
     """Note this start in run.json. Without a checkpoint, rename what a run left here."""
     folder, path = Path(cfg.log_dir), Path(cfg.log_dir, "run.json")
+    for part in folder.glob("*.part"):  # of saves that a kill cut short
+        part.unlink()
     starts = json.loads(path.read_text())["starts"] if continues and path.exists() else []
     for old in (folder / "log.txt", folder / "hf"):
         if not continues and old.exists():
@@ -897,18 +894,16 @@ def begin_run(cfg, step, continues):
 class Log:
     """log.txt, to which lines are appended at once, since people tail it.
 
-    At the start, lines from `step` on go, since those steps come again.
+    At the start, lines from `step` on are removed: those steps come again.
     """
 
-    def __init__(self, path, step):
+    def __init__(self, path, step, lock):
+        self.lock = lock  # of log_dir, held as long as something refers to it
         self.file = open(path, "ab", buffering=0)
         self.refused = b""  # what a full disk did not take
-        kept = 0
-        for line in path.read_bytes().splitlines(keepends=True):
-            if not line.endswith(b"\n") or int(line.split()[0]) >= step:
-                break
-            kept += len(line)
-        self.file.truncate(kept)
+        lines = path.read_bytes().splitlines(keepends=True)
+        kept = [line for line in lines if line.endswith(b"\n") and int(line.split()[0]) < step]
+        self.file.truncate(len(b"".join(kept)))
 
     def write(self, line):
         self.refused += line
@@ -934,8 +929,9 @@ def finish(run):
     elif rank() == 0:
         run.log.sync()
         try:
-            save_hugging_face(run.state.raw_model, Path(cfg.log_dir, "hf"), run.encoding)
-            print0(f"exported to {cfg.log_dir}/hf/, for transformers and hellaswag.py -m")
+            folder = Path(cfg.log_dir, "hf")
+            save_hugging_face(run.state.raw_model, folder, run.encoding)
+            print0(f"exported to {folder}/, for transformers and hellaswag.py -m")
         except Exception as e:  # transformers may be missing
             print0(f"not exported ({first_line(e)}): the same command tries again")
         print0(f"Done. What it writes: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
@@ -999,12 +995,13 @@ def draw_curves(folder):
             axis.plot(tokens, values, label=f"{stream}, now {values[-1]:.3f}")
     if rows:
         loss.set_ylim(top=1.05 * points["train"][rows // 20][1])  # where it has come down
-    if constants["encoding"] == "gpt2":
+    if "fineweb" in constants["data"]:
         loss.axhline(3.2924, color="gray", label="GPT-2 124M: 3.2924")
         hella.axhline(0.2945, color="gray", label="GPT-2 124M: 0.2945")
     for axis, name in ((loss, "loss, nats per token"), (hella, "HellaSwag acc_norm")):
         axis.set(xlabel="million tokens", ylabel=name)
-        axis.legend()
+        if axis.lines:
+            axis.legend()
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=100))
 
 
@@ -1025,10 +1022,10 @@ def sample_text(raw_model, encoding, cfg, seed):
 def print_samples(run):
     """A sample of the model as it is, from rank 0."""
     if rank() == 0:
-        seed = hash((run.cfg.seed, run.state.step)) % 2**63
+        cfg, state = run.cfg, run.state
         with run.autocast():
-            text = sample_text(run.state.raw_model, run.encoding, run.cfg, seed)
-        print0(f"--- sample at step {run.state.step} ---\n{text}\n---")
+            text = sample_text(state.raw_model, run.encoding, cfg, seed=cfg.seed + state.step)
+        print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
 
 def sample_only(cfg, device):
@@ -1149,7 +1146,7 @@ def load_weights(name):
 
 
 # -------- setting up, and the command line
-# What can be wrong is checked before log_dir is touched.
+# What can be wrong is checked before the files of a run change.
 CHOICES = {
     "encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"),
     "lr_shape": ("cosine", "linear"), "compile": ("auto", "True", "False"),
@@ -1194,10 +1191,10 @@ def set_up(cfg, device):
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     fingerprint = fingerprint_of(train_loader)
-    path = saved = log = None
+    path = saved = log = lock = None
     if rank() == 0:
         Path(cfg.log_dir).mkdir(parents=True, exist_ok=True)
-        lock_folder(cfg.log_dir)
+        lock = lock_folder(cfg.log_dir)
         path = newest_checkpoint(cfg.log_dir)
     path = from_rank_0(path)  # a shared disk may show ranks different newest files
     if path:
@@ -1216,7 +1213,7 @@ def set_up(cfg, device):
         state.load_state_dict(saved)
     if rank() == 0:
         begin_run(cfg, state.step, continues=bool(saved))
-        log = Log(Path(cfg.log_dir, "log.txt"), state.step)
+        log = Log(Path(cfg.log_dir, "log.txt"), state.step, lock)
     if compiled:
         raw_model.compile()
     thread = ThreadPoolExecutor(max_workers=1)
@@ -1261,6 +1258,8 @@ def choose_settings(flags):
     for name in ("n_layer", "n_head", "n_embd"):
         if cfg.init_from != "scratch" and name in flags:
             raise UserError(f"{name} is decided by init_from={cfg.init_from}: leave it out.")
+    if small and cfg.init_from != "scratch" and not {"max_lr", "sample"} & flags.keys():
+        raise UserError("SMALL's max_lr is for a new model: give --max_lr=1e-4, say.")
     if not small:
         return cfg, "settings  Config, since data is not a text file; flags win"
     if "B" not in flags:  # the same command on several processes: fewer rows on each

@@ -1,10 +1,15 @@
 """The harness of all tests: paths and shared data, tiny trainings, runs in processes of their own.
 
 Importing torch and transformers takes seconds. So most runs of train_gpt2.py are forked off one
-process that has imported them (this file, started as a program); some are started as a user would.
+process that has imported them; some are started as a user would.
 """
+import builtins
+import hashlib
+import http.server
+import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import signal
@@ -13,9 +18,9 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
+import urllib.parse
 from pathlib import Path
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, patch
 
 import pytest
 
@@ -27,8 +32,9 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of
     signal.signal(signal.SIGINT, signal.default_int_handler)  # or tests' processes inherit it
 TINY = dict(
     encoding="bytes", n_layer=1, n_head=2, n_embd=16, T=16, B=4, total_batch_size=128,
-    max_steps=30, max_lr=1e-2, warmup_steps=5, save_every=5, eval_every=5, val_tokens=1024,
-    sample_every=0, milestone_every=0, hellaswag_every=0, dtype="float32", device="cpu")
+    optimizer="adamw", muon_lr_ratio=1.0, max_steps=30, max_lr=1e-2, warmup_steps=5,
+    print_every=1, eval_every=5, val_tokens=1024, hellaswag_every=0, sample_every=0,
+    save_every=5, keep_every=0, dtype="float32", device="cpu")
 
 
 def flags(folder=None, **changes):
@@ -75,6 +81,122 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
+# ------------------------------------------------------------------- a stand-in for the hub
+class Hub(http.server.ThreadingHTTPServer):
+    """As much of huggingface.co as `datasets` and hf_hub_download ask of dataset repositories.
+
+    def test_it(hub, monkeypatch):
+        hub.files["Rowan/hellaswag"] = {"default/validation/0000.parquet": b"PAR1..."}
+        run_script("hellaswag.py", env=hub.env)  # in a process of its own
+        hub.enter(monkeypatch)                   # or from now on in this process
+        hub.fail = lambda path, span: 503 if len(hub.log) <= 2 else None  # busy at first
+        assert hub.log[0] == ("HEAD", "/datasets/Rowan/hellaswag/resolve/main/...", None)
+
+    files: {repository: {path: bytes}}, the same in every revision. log: (method, path, the Range
+    header or None) of each request. fail: a function of path and Range that gives the HTTP
+    status to fail with, or None. revision: the commit that every revision's name stands for.
+    """
+    daemon_threads = True
+
+    def __init__(self, cache):
+        super().__init__(("127.0.0.1", 0), HubRequest)
+        self.files, self.log, self.revision = {}, [], "a" * 40
+        self.fail = lambda path, span: None
+        self.env = {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HOME": str(cache),
+                    "NO_PROXY": "*", "HF_HUB_OFFLINE": "0"}
+
+    def enter(self, monkeypatch):
+        """Send huggingface_hub, which has read the environment already, here as well."""
+        for name, value in self.env.items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", self.env["HF_HOME"])
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+
+
+class HubRequest(http.server.BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        path, _, query = self.path.partition("?")
+        asked = re.fullmatch(r"/(?:api/)?datasets/(.+?)(?:/(resolve|tree|revision)/[^/]+/?(.*))?",
+                             path)
+        if not asked:  # the client wonders about other things as well
+            return self.answer(b"", 404)
+        path, span = urllib.parse.unquote(path), self.headers.get("Range")
+        self.server.log.append((self.command, path, span))
+        status = self.server.fail(path, span)
+        if status:
+            return self.answer(b"", status)
+        repository, what, name = asked.groups()
+        if repository not in self.server.files:
+            return self.answer(b"", 404, X_Error_Code="RepoNotFound")
+        files, name = self.server.files[repository], urllib.parse.unquote(name or "")
+        if what == "resolve":
+            return self.answer_file(files, name, span)
+        if what == "tree":
+            return self.answer_tree(files, name, "recursive=true" in query.lower())
+        self.answer({"_id": "1", "id": repository, "sha": self.server.revision,
+                     "private": False, "tags": [], "downloads": 0, "likes": 0, "siblings": []})
+
+    do_HEAD = do_GET
+
+    def do_POST(self):
+        """paths-info: what is known of these paths."""
+        text = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        self.server.log.append((self.command, self.path, None))
+        form = json.loads(text) if text.startswith("{") else urllib.parse.parse_qs(text)
+        files = self.server.files[re.match(r"/api/datasets/(.+)/paths-info/", self.path)[1]]
+        self.answer([self.entry(files, name) for name in form["paths"] if name in files])
+
+    def answer(self, content, status=200, **headers):
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
+        self.send_response(status)
+        for name, value in {**headers, "Content_Length": len(body)}.items():
+            self.send_header(name.replace("_", "-"), str(value))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def entry(self, files, name):
+        oid = hashlib.sha1(files[name]).hexdigest()
+        return {"type": "file", "path": name, "size": len(files[name]), "oid": oid}
+
+    def answer_file(self, files, name, span):
+        if name not in files:
+            return self.answer(b"", 404, X_Error_Code="EntryNotFound")
+        headers = {"ETag": f'"{self.entry(files, name)["oid"]}"', "Accept_Ranges": "bytes",
+                   "X_Repo_Commit": self.server.revision}
+        if not span:
+            return self.answer(files[name], **headers)
+        start, end = re.fullmatch(r"bytes=(\d+)-(\d*)", span).groups()
+        part = files[name][int(start):int(end) + 1 if end else None]
+        last, size = int(start) + len(part) - 1, len(files[name])
+        self.answer(part, 206, Content_Range=f"bytes {start}-{last}/{size}", **headers)
+
+    def answer_tree(self, files, folder, recursive):
+        prefix = folder and folder + "/"
+        entries = {}
+        for name in sorted(name for name in files if name.startswith(prefix)):
+            child = prefix + name[len(prefix):].split("/")[0]
+            if name == child or recursive:
+                entries[name] = self.entry(files, name)
+            if name != child:
+                entries[child] = {"type": "directory", "path": child, "size": 0, "oid": "b" * 40}
+        self.answer(list(entries.values()), 200 if entries else 404)
+
+    def log_message(self, *args):
+        pass
+
+
+@pytest.fixture
+def hub(tmp_path_factory):
+    """A Hub of its own for each test, with an empty cache."""
+    with Hub(tmp_path_factory.mktemp("hf_home")) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server
+        server.shutdown()
+
+
 # ------------------------------------------------------------------------ looking at results
 def one_line(stderr, *parts):
     """Assert that a failing script said one line on stderr, with these parts. Returns it."""
@@ -105,7 +227,7 @@ def load(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 
-def until(condition, timeout=120, run=None):
+def until(condition, timeout=300, run=None):
     """Wait for condition() to hold; fail after `timeout` seconds, or when `run` has ended."""
     end = time.monotonic() + timeout
     while not condition():
@@ -115,19 +237,21 @@ def until(condition, timeout=120, run=None):
 
 
 # ------------------------------------------------------------------- as a user starts scripts
+def run_command(command, cwd, env, timeout):
+    return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, capture_output=True,
+                          text=True, encoding="utf-8", errors="replace")
+
+
 def run_script(script, *args, cwd=None, env=None, timeout=300):
     """`python <script> ...`; returns the CompletedProcess with text output."""
     command = [sys.executable, str(ROOT / script), *map(str, args)]
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **(env or {})}, timeout=timeout,
-                          capture_output=True, text=True, encoding="utf-8", errors="replace")
+    return run_command(command, cwd, {**os.environ, **(env or {})}, timeout)
 
 
 def run_python(code, *args, cwd=None, env=None, timeout=300):
     """`python -c <code> ...` with the project's scripts to import, one thread each."""
     command = [sys.executable, "-c", code, *map(str, args)]
-    env = ENV | {"PYTHONPATH": str(ROOT)} | (env or {})
-    return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, capture_output=True,
-                          text=True, encoding="utf-8", errors="replace")
+    return run_command(command, cwd, ENV | {"PYTHONPATH": str(ROOT)} | (env or {}), timeout)
 
 
 def torchrun(*options, script=ROOT / "train_gpt2.py"):
@@ -148,74 +272,83 @@ def rank_environment(rank, world_size, port):
 
 
 # ------------------------------------------------------------------------------- forked runs
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["conftest", "filelock", "transformers.models.gpt2.modeling_gpt2",
+                              "torch._dynamo", "train_gpt2"])  # optimizers import _dynamo
+
+
 class Forked:
     """train_gpt2.py in a forked process: pid, out and err so far, wait() for its exit status.
 
-    arrange: {method of Arrange: its arguments}. hide: packages that the process cannot import.
+    arrange: {method of Arrange, or a function like them: its argument, or a tuple of them}.
+    hide: packages that the process cannot import; these two take seconds.
     """
-    server, count, outputs = None, 0, None
+    outputs, numbers = None, itertools.count()
 
-    def __init__(self, folder=None, *words, env=None, arrange=None, hide=None, cwd=None,
-                 ascii_stdout=False, **changes):
-        Forked.count += 1
+    def __init__(self, folder=None, *words, env=None, arrange=None, cwd=None, ascii_stdout=False,
+                 hide=("transformers", "matplotlib"), **changes):
         self.log_dir = folder and Path(folder)
-        self.path = f"{Forked.outputs}/{Forked.count}"
-        self.status = None
-        hide = ["transformers", "matplotlib"] if hide is None else hide  # they take seconds
-        request = {"words": [*flags(folder, **changes), *map(str, words)], "env": env or {},
-                   "out": self.path, "arrange": arrange or {}, "hide": hide,
-                   "cwd": str(cwd or Forked.outputs), "ascii": ascii_stdout}
-        self.pid = self.ask(request)
-
-    @classmethod
-    def ask(cls, request):
-        if cls.server is None:
-            env = ENV | {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{cls.outputs}/hf_home"}
-            cls.server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE,
-                                          stdout=subprocess.PIPE, text=True, env=env)
-        print(json.dumps(request, default=str), file=cls.server.stdin, flush=True)
-        return json.loads(cls.server.stdout.readline())
+        self.path = f"{Forked.outputs}/{next(Forked.numbers)}"
+        words = [*flags(folder, **changes), *map(str, words)]
+        self.process = FORKS.Process(target=run_forked, args=(
+            self.path, words, env or {}, arrange or {}, cwd or Forked.outputs, ascii_stdout, hide))
+        with patch.dict(os.environ, ENV):  # with the first one, the process to fork off starts
+            os.environ |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+                           "HF_HUB_OFFLINE": "1", "HF_HOME": f"{Forked.outputs}/hf_home"}
+            self.process.start()
+        self.pid = self.process.pid
 
     def output(self, end):
         path = Path(f"{self.path}.{end}")
         return path.read_text(errors="replace") if path.exists() else ""
 
-    @property
-    def out(self):
-        return self.output("out")
-
-    @property
-    def err(self):
-        return self.output("err")
+    out = property(lambda self: self.output("out"))
+    err = property(lambda self: self.output("err"))
 
     def ended(self):
-        if self.status is None:
-            self.status = self.ask({"wait": self.pid})
-        return self.status is not None
+        return self.process.exitcode is not None
 
-    def wait(self, timeout=120):
-        until(self.ended, timeout)
-        return self.status
+    def wait(self, timeout=300):
+        self.process.join(timeout)
+        assert self.ended(), (self.out, self.err)
+        return self.process.exitcode
+
+    def is_stopped(self):
+        return "State:\tT" in Path(f"/proc/{self.pid}/status").read_text()
 
     def wait_for_stop(self):
         """Until it is at its SIGSTOP; then go_on() is the next."""
-        status = Path(f"/proc/{self.pid}/status")
-        until(lambda: "State:\tT" in status.read_text(), run=self)
+        until(self.is_stopped, run=self)
 
     def go_on(self):
         os.kill(self.pid, signal.SIGCONT)
-        until(lambda: self.ended() or
-              "State:\tT" not in Path(f"/proc/{self.pid}/status").read_text())
+        until(lambda: self.ended() or not self.is_stopped())
+
+
+def run_forked(path, words, env, arrange, cwd, ascii_stdout, hide):
+    """In the forked process: be `python train_gpt2.py <words>`."""
+    import train_gpt2 as t
+    for number, end in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{path}.{end}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    if ascii_stdout:
+        sys.stdout.reconfigure(encoding="ascii")
+    os.environ.update(env)
+    os.chdir(cwd)
+    sys.argv = ["train_gpt2.py", *words]
+    sys.modules |= dict.fromkeys(hide)
+    for method, values in arrange.items():
+        method = method if callable(method) else getattr(Arrange, method)
+        method(Arrange(t), *(values if isinstance(values, tuple) else [values]))
+    t.main()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_outputs(tmp_path_factory):
-    """Where forked runs write; in the end the process that they are forked off is ended."""
+    """Where forked runs write. None of them outlives the tests."""
     Forked.outputs = tmp_path_factory.mktemp("outputs")
     yield
-    if Forked.server:
-        Forked.server.stdin.close()
-        Forked.server.wait()
+    for process in multiprocessing.active_children():
+        process.kill()
 
 
 def succeed(run):
@@ -231,212 +364,61 @@ def two_processes(folder, env=None, **changes):
     return [run.wait() for run in runs], runs
 
 
-def nth_call(owner, name, n, act):
-    """From its nth call on, owner.name does act() first; the name may be Class.method."""
-    *outer, name = name.split(".")
-    for part in outer:
-        owner = getattr(owner, part)
-    real, calls = getattr(owner, name), [0]
-
-    def counted(*args, **kwargs):
-        calls[0] += 1
-        if calls[0] >= n:
-            act()
-        return real(*args, **kwargs)
-    setattr(owner, name, counted)
-
-
-class DyingFile:
-    """A file at whose nth write the process is killed, half of the bytes written."""
-    left = 0
-
-    def __init__(self, file):
-        self.file = file
-
-    def write(self, data):
-        DyingFile.left -= 1
-        if DyingFile.left == 0:
-            self.file.write(bytes(data)[:len(data) // 2])
-            self.file.flush()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return self.file.write(data)
-
-    def __getattr__(self, name):
-        return getattr(self.file, name)
-
-
 class Arrange:
     """What a forked process is told to do or to suffer; each method is one such thing."""
 
     def __init__(self, t):
         self.t = t
 
-    def kill(self, call, n):
-        """Die at the nth such call of os, or ("write") of the file that torch.save writes."""
-        import torch
-        if call == "write":
-            DyingFile.left, save = n, torch.save
-            torch.save = lambda content, file: save(content, DyingFile(file))
-        else:
-            nth_call(os, call, n, lambda: os.kill(os.getpid(), signal.SIGKILL))
-
-    def before_step(self, act):
-        """act(step) before each step."""
+    def before(self, steps, act):
+        """act(run) before these steps."""
         real = self.t.train_step
 
         def train_step(run):
-            act(run.state.step, run)
+            if run.state.step in steps:
+                act(run)
             return real(run)
         self.t.train_step = train_step
 
     def signal_at(self, number, *steps):
-        """Get the signal in these steps; not amid a save, which SIGSTOP would stop as well."""
-        def act(step, run):
-            if step in steps:
-                run.background.submit(int).result()  # the saves and pictures before it are done
+        """Get the signal in these steps (12, 12: twice); not amid a save, which SIGSTOP would
+        stop as well."""
+        def act(run):
+            run.thread.submit(int).result()  # the saves and pictures before it are done
+            for _ in range(steps.count(run.state.step)):
                 os.kill(os.getpid(), number)
-        self.before_step(act)
-
-    def signal_in(self, number, function):
-        """Get the signal when that function of train_gpt2 is called."""
-        nth_call(self.t, function, 1, lambda: os.kill(os.getpid(), number))
-
-    def signal_in_batch(self, n):
-        """Rank 1, or the only process, gets SIGTERM amid the second validation."""
-        def act():
-            if self.t.rank() == self.t.world_size() - 1:
-                os.kill(os.getpid(), signal.SIGTERM)
-        real, calls = self.t.validation_loss, []
-
-        def validation_loss(run):
-            calls.append(1)
-            if len(calls) == 2:
-                nth_call(self.t.DataLoaderLite, "batch", n // self.t.world_size(), act)
-            return real(run)
-        self.t.validation_loss = validation_loss
+        self.before(steps, act)
 
     def slow(self, seconds):
-        self.before_step(lambda step, run: time.sleep(seconds))
+        self.before(range(10**9), lambda run: time.sleep(seconds))
 
     def picture(self, _):
         """matplotlib is there, as a mock."""
         figure = MagicMock()
+        figure.subplots.return_value = MagicMock(), MagicMock()
         figure.savefig = lambda file, dpi: file.write(b"picture" * 10_000)
-        sys.modules |= {"matplotlib": MagicMock(__spec__="found"), "matplotlib.ticker": MagicMock(),
-                        "matplotlib.figure": MagicMock(Figure=lambda **_: figure)}
+        matplotlib = MagicMock(Figure=lambda **_: figure)
+        sys.modules |= {"matplotlib": MagicMock(), "matplotlib.figure": matplotlib}
 
-    def poison_at(self, poisoned):
+    def poison_at(self, step):
         """In that step the gradient is NaN."""
-        def act(step, run):
-            if step == poisoned:
-                weight = run.state.raw_model.transformer.wpe.weight
-                weight.register_hook(lambda grad: grad * math.nan)
-        self.before_step(act)
+        def act(run):
+            weight = run.state.raw_model.transformer.wpe.weight
+            weight.register_hook(lambda grad: grad * math.nan)
+        self.before([step], act)
 
-    def overflow_after(self, last):
-        """That step's update makes a weight infinite, after a finite loss."""
-        real = self.t.train_step
-
-        def train_step(run):
-            result = real(run)
-            if run.state.step == last + 1:
-                run.state.raw_model.transformer.wpe.weight.data[0, 0] = math.inf
-            return result
-        self.t.train_step = train_step
-
-    def raise_at(self, raising, error, text):
+    def raise_at(self, step, error, text):
         """That step raises an error, of torch's or Python's."""
-        import builtins
-
         import torch
         kind = getattr(torch, error, None) or getattr(builtins, error)
+        self.before([step], MagicMock(side_effect=kind(text)))
 
-        def act(step, run):
-            if step == raising:
-                raise kind(text)
-        self.before_step(act)
+    def mistake_on_rank(self, rank, step):
+        """Of all processes, that one alone meets a mistake in that step."""
+        if self.t.rank() == rank:
+            self.before([step], MagicMock(side_effect=self.t.UserError("A bad token.")))
 
     def no_kernels(self, message):
         """Every kernel fails, as on a GPU that this torch was not built for."""
         import torch
-
-        def ones(*_, **__):
-            raise RuntimeError(message)
-        torch.ones = ones
-
-    def mistake_on_rank(self, rank, raising):
-        """Of all processes, that one alone meets a mistake while training."""
-        def act(step, run):
-            if (step, self.t.rank()) == (raising, rank):
-                raise self.t.UserError("A bad token.")
-        self.before_step(act)
-
-    def fail_in(self, function, error):
-        import builtins
-
-        def fail():
-            raise getattr(builtins, error)
-        nth_call(self.t, function, 1, fail)
-
-    def hold_save_until(self, wanted):
-        """The thread that saves waits until that step was reported."""
-        reported, real = threading.Event(), self.t.report
-
-        def report(run, stream, value, text, step=None):
-            real(run, stream, value, text, step)
-            if step == wanted:
-                reported.set()
-        self.t.report = report
-        nth_call(self.t, "write_checkpoint", 1, reported.wait)
-
-
-def serve():
-    """Fork a run for each request on stdin, its pid to stdout; for {"wait": pid} its exit status,
-    or null while it runs."""
-    import filelock  # noqa: F401
-    import torch
-    import torch._dynamo  # noqa: F401  the first optimizer would import it, for seconds
-    import transformers  # noqa: F401
-    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
-
-    import train_gpt2 as t
-    torch.set_num_threads(1)
-    t.git_commit = lambda: None
-    for line in sys.stdin:
-        request = json.loads(line)
-        if "wait" in request:
-            pid, status = os.waitpid(request["wait"], os.WNOHANG)
-            print(json.dumps(os.waitstatus_to_exitcode(status) if pid else None), flush=True)
-        elif pid := os.fork():
-            print(pid, flush=True)
-        else:
-            run_forked(t, request)
-
-
-def run_forked(t, request):
-    """In the forked process: be `python train_gpt2.py <words>`."""
-    for number, end in ((1, "out"), (2, "err")):
-        path = f"{request['out']}.{end}"
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
-    if request["ascii"]:
-        sys.stdout.reconfigure(encoding="ascii")
-    os.environ.update(request["env"])
-    os.chdir(request["cwd"])
-    sys.argv = ["train_gpt2.py", *request["words"]]
-    sys.modules |= dict.fromkeys(request["hide"])
-    for name, value in request["arrange"].items():
-        getattr(Arrange(t), name)(*(value if isinstance(value, list) else [value]))
-    status = 0
-    try:
-        t.main()
-    except SystemExit as e:  # as the interpreter does at its end
-        status = e.code if isinstance(e.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-        status = 1
-    sys.stdout.flush()
-    os._exit(status)
-
-
-if __name__ == "__main__":
-    serve()
+        torch.ones = MagicMock(side_effect=RuntimeError(message))

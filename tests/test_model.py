@@ -1,231 +1,243 @@
-"""The model is GPT-2, exactly, and learns."""
+"""The model is GPT-2, exactly, and learns; the optimizers do what their papers say."""
 import math
-import shutil
+from unittest import mock
 
 import pytest
 import torch
+from torch.nn import functional as F
 
 import train_gpt2 as t
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-TINY = dict(block_size=32, vocab_size=384, n_layer=2, n_head=2, n_embd=32, n_vocab=257)
 
 
-def tiny(**changes):
+def small(**changes):
     torch.manual_seed(0)
-    return t.GPT(t.GPTConfig(**TINY | changes))
+    shape = dict(block_size=32, vocab_size=384, n_layer=2, n_head=2, n_embd=32, n_vocab=257)
+    return t.GPT(t.GPTConfig(**shape | changes))
 
 
-def tokens(B=4, T=32, n_vocab=257, seed=0):
-    return torch.randint(0, n_vocab, (B, T), generator=torch.Generator().manual_seed(seed))
+def seeded(seed=5):
+    return torch.Generator().manual_seed(seed)
 
 
-def test_parameter_count_of_gpt2_small():
+def shake(model):
+    """Away from the initial zeros and ones, so that every bias and gain shows."""
+    for p in model.parameters():
+        p.data += torch.randn(p.shape, generator=seeded(p.numel())) * 0.05
+    return model
+
+
+def ids(B=4, T=32, seed=0):
+    return torch.randint(257, (B, T), generator=seeded(seed))
+
+
+# ---------------------------------------------------------------------------------- shape
+def test_parameters_and_flops_of_gpt2_small():
     with torch.device("meta"):
-        assert t.GPT(t.GPTConfig(vocab_size=50257)).num_params() == 124_439_808
+        model = t.GPT(t.GPTConfig(vocab_size=50257))
+    assert sum(p.numel() for p in model.parameters()) == 124_439_808
+    N = 124_439_808 - 1024 * 768  # FLOPs as PaLM counts them, without positions
+    assert t.flops_per_token(model, 512) == 6 * N + 12 * 12 * 768 * 512
 
 
-@pytest.mark.parametrize("shape", [
-    dict(n_layer=2, n_head=2, n_embd=32), dict(n_layer=3, n_head=5, n_embd=40),
-    dict(n_layer=1, n_head=1, n_embd=16, vocab_size=300, n_vocab=300)])
-def test_logits_equal_transformers(shape):
-    """Weights copied by hand, not by from_pretrained, so that this stands on its own."""
-    transformers = pytest.importorskip("transformers")
-    ours = tiny(**shape)
-    with torch.no_grad():  # away from the initial zeros and ones, so that every bias and gain shows
-        for p in ours.parameters():
-            generator = torch.Generator().manual_seed(p.numel())
-            p.add_(torch.randn(p.shape, generator=generator) * 0.05)
-    c = ours.config
-    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=c.vocab_size, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
-        n_embd=c.n_embd, bos_token_id=None, eos_token_id=None)).eval()
-    transposed = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-    state = {k: w.t() if k.endswith(transposed) else w for k, w in ours.state_dict().items()}
-    assert set(state) == set(theirs.state_dict())
-    theirs.load_state_dict(state)
-    idx = tokens()
-    with torch.no_grad():
-        expected = theirs(idx).logits[..., :c.n_vocab]
-        assert (ours(idx)[0] - expected).abs().max() < 1e-4
-
-
-def test_initial_weights():
-    model = tiny(n_layer=8, n_embd=128)
+def test_initial_weights_and_loss():
+    model = small(n_layer=8, n_embd=128)
+    assert abs(model(ids(16), ids(16, seed=1))[1].item() - math.log(257)) < 0.1
     for name, p in model.named_parameters():
         if name.endswith("bias"):
             assert not p.any(), name
         elif p.dim() == 2:
-            rows = p[:257] if "wte" in name else p
             expected = 0.02 / math.sqrt(2 * 8) if name.endswith("c_proj.weight") else 0.02
-            assert abs(rows.std().item() / expected - 1) < 0.05, name
+            assert abs(p[:257].std().item() / expected - 1) < 0.05, name
     assert model.lm_head.weight is model.transformer.wte.weight
     assert not model.lm_head.weight[257:].any()
 
 
-@pytest.mark.parametrize("width", [32, 128])
-def test_initial_loss_is_that_of_a_guess(width):
-    idx = tokens(16)
-    _, loss = tiny(n_embd=width)(idx[:, :-1], idx[:, 1:])
-    assert abs(loss.item() - math.log(257)) < 0.1
-
-
-def test_padding_is_never_predicted():
-    model = tiny()
-    with torch.no_grad():
-        model.lm_head.weight[257:] = 100.0  # whatever stands in the padding must not matter
-    logits, loss = model(tokens(), tokens(seed=1))
-    assert logits.shape == (4, 32, 257)
-    assert abs(loss.item() - math.log(257)) < 0.1
-
-
-def test_training_gets_the_loss_without_logits():
-    """Logits that are returned would get a gradient of their own size in the compiled backward."""
-    model, idx = tiny(), tokens(T=33)
-    logits, loss = model(idx[:, :-1], idx[:, 1:])
-    nothing, alone = model(idx[:, :-1], idx[:, 1:], return_logits=False)
-    assert logits is not None and nothing is None and torch.equal(loss, alone)
-    assert model(idx[:, :-1])[1] is None
-
-
-def test_too_long_an_input_is_refused():
-    with pytest.raises(ValueError, match="block_size=32"):
-        tiny()(tokens(T=33))
-
-
-def test_width_must_divide_into_heads():
-    with pytest.raises(t.UserError, match="n_embd=32 is not divisible by n_head=5"):
-        tiny(n_head=5)
-
-
 def test_a_token_sees_only_what_came_before():
-    model, a = tiny(), tokens()
+    model, a = small(), ids()
     b = a.clone()
     b[:, 20:] = (b[:, 20:] + 1) % 257
     assert torch.equal(model(a)[0][:, :20], model(b)[0][:, :20])
     assert not torch.allclose(model(a)[0][:, 20:], model(b)[0][:, 20:])
 
 
+# ----------------------------------------------------------------------------------- loss
+def loss_and_gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("left_out", [0, 40])
+def test_loss_is_that_of_logits_without_the_padding(left_out):
+    """The same gradients, none for the padding; targets of -100 are left out of the mean."""
+    model, idx, targets = shake(small()), ids(), ids(seed=1)
+    model.lm_head.weight.data[257:] += 1  # whatever stands in the padding must not matter
+    targets.view(-1)[:left_out] = -100
+    logits = model.lm_head(model.hidden(idx))[..., :257].flatten(0, 1)[left_out:]
+    cut = F.cross_entropy(logits, targets.flatten()[left_out:])
+    expected, expected_grads = loss_and_gradients(model, cut)
+    nothing, loss = model(idx, targets, return_logits=False)
+    logits, same = model(idx, targets)
+    assert nothing is None and same == loss and logits.shape == model(idx)[0].shape == (4, 32, 257)
+    loss, grads = loss_and_gradients(model, loss)
+    assert loss == pytest.approx(expected, abs=1e-6)
+    for name, grad in grads.items():
+        torch.testing.assert_close(grad, expected_grads[name], atol=1e-6, rtol=1e-5)
+    assert not grads["transformer.wte.weight"][257:].any()
+
+
+def test_loss_is_computed_in_float32_under_autocast():
+    """A GPU's autocast leaves the loss in the dtype that it is given."""
+    model, stream = small(), []
+    exact = model(ids(), ids())[1]
+    model.transformer.h[1].register_forward_pre_hook(lambda _, args: stream.append(args[0].dtype))
+    with torch.autocast("cpu", torch.bfloat16), mock.patch.object(
+            F, "cross_entropy", wraps=F.cross_entropy) as cross_entropy:
+        assert model(ids())[0].dtype == torch.bfloat16  # or the rest would prove nothing
+        loss = model(ids(), ids())[1]
+    assert stream == [torch.bfloat16] * 2  # what the blocks add to: float32 is twice the memory
+    assert cross_entropy.call_args.args[0].dtype == loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), abs=0.02) and loss.item() != exact.item()
+
+
+def test_compiled_is_the_same_model():
+    """One graph for training; evaluation and sampling, at ragged shapes, compile nothing."""
+    torch.compiler.reset()  # what earlier tests compiled counts as seen before
+    model, idx = small(), ids(T=33)
+    plain, grads = loss_and_gradients(model, model(idx[:, :-1], idx[:, 1:])[1])
+    texts = [model.generate(idx[:1, :n], 3, temperature=0) for n in range(5, 9)]
+    model.compile(backend="aot_eager")  # all of torch.compile but the C++ compiler
+    torch._dynamo.utils.counters.clear()
+    compiled = model(idx[:, :-1], idx[:, 1:], return_logits=False)[1]
+    loss, compiled_grads = loss_and_gradients(model, compiled)
+    assert loss == pytest.approx(plain, abs=1e-5)
+    assert all(torch.allclose(compiled_grads[name], grads[name], atol=1e-5) for name in grads)
+    for text in texts:
+        model.hidden(text)
+        assert torch.equal(model.generate(text[:, :-3], 3, temperature=0), text)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+# ------------------------------------------------------------------------------ generating
+def naive(model, idx, n, temperature=1.0, top_k=257, generator=None):
+    """What generate() does, spelled out."""
+    for _ in range(n):
+        logits = model(idx[:, -32:])[0][:, -1]
+        worst = logits.topk(top_k).values[:, -1:]
+        probs = logits.masked_fill(logits < worst, -math.inf).div(temperature).softmax(-1)
+        idx = torch.cat((idx, torch.multinomial(probs, 1, generator=generator)), dim=1)
+    return idx
+
+
+@pytest.mark.parametrize("length", (1, 20, 32, 45))
+@torch.no_grad()
+def test_generate_from_prompts_of_any_length(length):
+    """Below, at and beyond the context of 32, to texts beyond it; greedy and sampled."""
+    model, idx = shake(small()), ids(3, length)
+    assert torch.equal(model.generate(idx, 40, temperature=0), naive(model, idx, 40, top_k=1))
+    for options in (dict(), dict(top_k=5, temperature=1.7), dict(top_k=257, temperature=0.5)):
+        expected = naive(model, idx, 40, generator=seeded(), **options)
+        assert torch.equal(model.generate(idx, 40, generator=seeded(), **options), expected)
+
+
+def test_generate_leaves_training_alone():
+    """Torch's random state stays; seeds decide, under autocast as well."""
+    model, idx = shake(small()), ids(2, 8)
+    state = torch.get_rng_state()
+    with torch.autocast("cpu", torch.bfloat16):
+        a, b, c = (model.generate(idx, 40, generator=seeded(seed)) for seed in (5, 5, 6))
+    assert torch.equal(a, b) and not torch.equal(a, c) and not a.requires_grad
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+# ------------------------------------------------------------------------------ optimizers
+def stub_run(model, cfg, rows, optimizers=None, float16=False):
+    """As much of a Run as train_step() needs; each micro-step gets all the rows."""
+    state = t.State(model, optimizers or t.configure_optimizers(model, cfg),
+                    torch.amp.GradScaler("cpu", enabled=float16))
+    run = mock.MagicMock(cfg=cfg, state=state, ddp_model=model, device=torch.device("cpu"))
+    run.train_loader.batch.return_value = rows[:, :-1], rows[:, 1:]
+    return run
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_batch_can_be_overfitted(optimizer):
-    model, idx = tiny(n_embd=64), tokens(B=4, T=33)
-    cfg = t.Config(optimizer=optimizer, weight_decay=0.0, max_lr=3e-3, min_lr=3e-4,
-                   warmup_steps=5, max_steps=250)
-    optimizers = t.configure_optimizers(model, cfg)
-    for step in range(cfg.max_steps):
-        _, loss = model(idx[:, :-1], idx[:, 1:])
-        loss.backward()
-        t.set_learning_rate(optimizers, cfg, step)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
+    cfg = t.Config(optimizer=optimizer, weight_decay=0.0, max_lr=3e-3, min_lr=3e-4, T=32, B=4,
+                   total_batch_size=128, warmup_steps=5, max_steps=250)
+    run = stub_run(small(n_embd=64), cfg, ids(T=33))
+    for _ in range(cfg.max_steps):
+        loss, _ = t.train_step(run)
     assert loss.item() < 0.01
 
 
-def test_learning_rate_at_the_corners():
-    cfg = t.Config()
-    assert t.get_lr(0, cfg) == pytest.approx(6e-4 / 715)
-    assert t.get_lr(714, cfg) == pytest.approx(6e-4)
-    assert t.get_lr(715, cfg) == pytest.approx(6e-4)
-    assert t.get_lr((715 + 19073) // 2, cfg) == pytest.approx((6e-4 + 6e-5) / 2, rel=1e-3)
-    assert t.get_lr(19073, cfg) == pytest.approx(6e-5)
-    assert t.get_lr(10**6, cfg) == pytest.approx(6e-5)
-    rates = [t.get_lr(s, cfg) for s in range(0, 19073, 50)]
-    assert all(a > b for a, b in zip(rates[15:], rates[16:]))
+@pytest.mark.parametrize("micro_steps, grad_clip", [(1, 0.01), (4, 0.01), (4, 0.0)])
+def test_a_step_moves_by_the_clipped_gradient(micro_steps, grad_clip):
+    """The norm that is returned is the one before; micro-steps make a mean, not a sum."""
+    model, rows = shake(small()), ids(T=33)
+    loss, grads = loss_and_gradients(model, model(rows[:, :-1], rows[:, 1:])[1])
+    norm = math.sqrt(sum(grad.square().sum().item() for grad in grads.values()))
+    model.zero_grad()
+    cfg = t.Config(B=4, T=32, total_batch_size=128 * micro_steps, grad_clip=grad_clip, max_lr=0.5)
+    sgd = torch.optim.SGD([dict(params=model.parameters(), lr_ratio=3.0 * cfg.warmup_steps)])
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    results = t.train_step(stub_run(model, cfg, rows, [sgd]))
+    assert [x.item() for x in results] == pytest.approx([loss, norm], rel=1e-4)
+    factor = 1.5 * min(1.0, grad_clip / norm if grad_clip else 1.0)  # lr, lr_ratio, clipping
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(before[name] - p, factor * grads[name], atol=1e-6, rtol=1e-3)
+        assert p.grad is None
+
+
+@pytest.mark.parametrize("shape, quarter", [("linear", 0.75), ("cosine", 0.5 + 0.5**1.5)])
+def test_learning_rate_at_the_corners(shape, quarter):
+    cfg, fall = t.Config(lr_shape=shape), 19073 - 715
+    expected = {0: 6e-4 / 715, 714: 6e-4, 715: 6e-4, 715 + fall // 2: 3.3e-4, 19073: 6e-5,
+                715 + fall // 4: 6e-5 + quarter * 5.4e-4, 10**6: 6e-5}
+    assert {n: t.get_lr(n, cfg) for n in expected} == pytest.approx(expected, rel=1e-3)
     assert t.get_lr(0, t.Config(warmup_steps=0)) == pytest.approx(6e-4)
-    linear = t.Config(lr_shape="linear")
-    assert t.get_lr(714, linear) == pytest.approx(6e-4)
-    assert t.get_lr(19073, linear) == pytest.approx(6e-5)
-    quarter = 715 + (19073 - 715) // 4
-    assert t.get_lr(quarter, linear) == pytest.approx(6e-4 - (6e-4 - 6e-5) / 4, rel=1e-3)
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_has_its_place_in_the_optimizers(optimizer):
-    model = tiny()
-    names = {p: n for n, p in model.named_parameters()}
-    optimizers = t.configure_optimizers(model, t.Config(optimizer=optimizer, weight_decay=0.1))
-    where = {}
-    for o in optimizers:
-        for group in o.param_groups:
-            for p in group["params"]:
-                assert names[p] not in where
-                where[names[p]] = (type(o).__name__, group["weight_decay"])
-    assert set(where) == set(names.values())
-    for name, (kind, decay) in where.items():
-        matrix = model.get_parameter(name).dim() >= 2
-        assert decay == (0.1 if matrix else 0.0), name
-        in_muon = optimizer == "muon" and ".h." in name and matrix
-        assert kind == ("Muon" if in_muon else "AdamW"), name
+    model = small()
+    optimizers = t.configure_optimizers(model, t.Config(optimizer=optimizer, muon_lr_ratio=2.0))
+    found = [(p, type(o).__name__, group["weight_decay"], group["lr_ratio"])
+             for o in optimizers for group in o.param_groups for p in group["params"]]
+    names = {p: name for name, p in model.named_parameters()}
+    assert sorted(names[p] for p, *_ in found) == sorted(names.values())  # each once
+    for p, kind, decay, ratio in found:
+        in_muon = optimizer == "muon" and ".h." in names[p] and p.dim() == 2
+        expected = ("Muon" if in_muon else "AdamW", 0.1 * (p.dim() == 2), 1.0 + in_muon)
+        assert (kind, decay, ratio) == expected, names[p]
     adamw = optimizers[0].param_groups[0]
-    assert adamw["betas"] == (0.9, 0.95) and adamw["eps"] == 1e-8 and adamw["fused"]
+    assert (adamw["betas"], adamw["eps"], adamw["fused"]) == ((0.9, 0.95), 1e-8, True)
 
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 0.02), (torch.bfloat16, 0.08)])
 def test_our_muon_is_torchs(dtype, tolerance):
-    """torch's computes in bfloat16 and one matrix at a time; ours all of a shape at once."""
-    theirs = getattr(torch.optim, "Muon", None)
-    if theirs is None:
-        pytest.skip("this torch has no Muon")
+    """Ours takes all matrices of a shape, cast before they are stacked, to save memory."""
     shapes = [(48, 24), (24, 48), (24, 24), (48, 24), (24, 96)]
-    generator = torch.Generator().manual_seed(0)
     ours, copies = ([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in "ab")
     a = t.Muon(ours, lr=0.1, weight_decay=0.1, dtype=dtype)
-    b = theirs(copies, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    b = torch.optim.Muon(copies, lr=0.1, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")
+    generator = seeded()
     for _ in range(3):
-        for p, q in zip(ours, copies):
+        for p, q in zip(ours, copies, strict=True):
             p.grad = torch.randn(p.shape, generator=generator)
             q.grad = p.grad.clone()
-        a.step()
+        with mock.patch.object(torch, "stack", wraps=torch.stack) as stack:
+            a.step()
+        assert {matrix.dtype for call in stack.mock_calls for matrix in call.args[0]} == {dtype}
         b.step()
-    for p, q in zip(ours, copies):
+    for p, q in zip(ours, copies, strict=True):
         assert (p - q).norm() / q.norm() < tolerance
-        state = a.state[p]
-        torch.testing.assert_close(state["momentum_buffer"], b.state[q]["momentum_buffer"])
-        assert state.keys() == b.state[q].keys()
 
 
 def test_newton_schulz_makes_singular_values_one():
-    G = torch.randn(3, 40, 20, generator=torch.Generator().manual_seed(0))
+    G = torch.randn(3, 40, 20, generator=seeded())
     for X in (t.newton_schulz(G), t.newton_schulz(G.mT)):
         values = torch.linalg.svdvals(X)
         assert 0.5 < values.min() and values.max() < 1.5
     assert torch.equal(t.newton_schulz(torch.zeros(1, 4, 4)), torch.zeros(1, 4, 4))
-
-
-def test_compiled_is_the_same_model():
-    if not (shutil.which("g++") or shutil.which("clang++")):
-        pytest.skip("torch.compile needs a C++ compiler and there is none")
-    torch.compiler.reset()  # what earlier tests compiled would count as shapes seen before
-    model, idx = tiny(), tokens(T=33)
-    plain = model(idx[:, :-1], idx[:, 1:])[1]
-    plain.backward()
-    grads = [p.grad.clone() for p in model.parameters()]
-    model.zero_grad()
-    model.compile()
-    torch._dynamo.utils.counters.clear()
-    loss = model(idx[:, :-1], idx[:, 1:], return_logits=False)[1]
-    loss.backward()
-    assert loss.item() == pytest.approx(plain.item(), abs=1e-5)
-    assert all(torch.allclose(p.grad, g, atol=1e-5) for p, g in zip(model.parameters(), grads))
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    for length in range(5, 12):  # what evaluation and sampling do, at ragged shapes
-        with torch.no_grad():
-            model.forward(idx[:, :length], idx[:, 1:length + 1], return_logits=False)
-            model.generate(idx[:1, :length], 3)
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs == 1
-
-
-def test_bfloat16_autocast_is_near():
-    model, idx = tiny(), tokens(T=33)
-    with torch.no_grad():
-        exact = model(idx[:, :-1], idx[:, 1:])[1]
-        with torch.autocast("cpu", torch.bfloat16):
-            rough = model(idx[:, :-1], idx[:, 1:])[1]
-    assert rough.item() == pytest.approx(exact.item(), abs=0.02) and rough.item() != exact.item()
-
-
-def test_flops_are_palms_count():
-    model = t.GPT(t.GPTConfig(vocab_size=50257, block_size=64, n_layer=2, n_head=2, n_embd=32))
-    N = model.num_params() - 64 * 32
-    assert t.flops_per_token(model, 64) == 6 * N + 12 * 2 * 32 * 64
