@@ -1281,6 +1281,7 @@ def main():
             run = set_up(cfg, device)
             with run.thread:  # whatever ends train(), a save in progress is finished
                 train(run)
+            del run  # holds DDP and its group
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:

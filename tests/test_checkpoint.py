@@ -277,7 +277,7 @@ def check_threads(arrange, name):
     def destroy_process_group():
         real()
         threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
-        assert len(threads) > 1 and name not in threads
+        assert len(threads) > 1 and name not in threads, threads
     real, t.dist.destroy_process_group = t.dist.destroy_process_group, destroy_process_group
 
 

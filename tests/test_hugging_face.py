@@ -155,6 +155,15 @@ def test_trains_from_a_folder(trained):
     assert "//" not in trained.out
 
 
+def test_continues_without_the_folder_it_began_from(trained, tmp_path):
+    shutil.copytree(trained.folder / "log", tmp_path / "log")
+    (tmp_path / "log" / "checkpoint_00004.pt").unlink()
+    run = forked(tmp_path, trained.folder / "text.txt", init_from="start", sample_prompt="Grüße")
+    assert run.wait() == 0 and "from step 3 on" in run.out, run.err
+    a, b = (t.GPT.from_pretrained(f / "log" / "hf") for f in (trained.folder, tmp_path))
+    assert_same_weights(a, b)
+
+
 def test_samples_of_the_newest_weights(trained):
     """No data, no lock, nothing but the texts on stdout; the same seed is the same text."""
     def sampled(**changes):
