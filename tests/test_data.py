@@ -53,6 +53,18 @@ def test_rows_depend_on_seed_and_number_alone(tmp_path, B):
     assert other.read(0, 56).tolist() not in epochs and epochs[0] not in epochs[1:]
 
 
+@pytest.mark.parametrize("B, processes", [(12, 1), (2, 1), (3, 2)])
+def test_each_row_of_a_step_is_dealt_out_once(monkeypatch, B, processes):
+    monkeypatch.setattr(t, "world_size", lambda: processes)
+    rows = []
+    for rank in range(processes):
+        monkeypatch.setattr(t, "rank", lambda rank=rank: rank)
+        for micro_step in range(12 // (B * processes)):
+            first = t.first_row(t.Config(total_batch_size=12 * T, T=T, B=B), 7, micro_step)
+            rows += range(first, first + B)
+    assert sorted(rows) == list(range(7 * 12, 8 * 12))
+
+
 @pytest.mark.parametrize("B, processes", [(1, 1), (4, 1), (64, 1), (3, 2), (2, 5)])
 def test_validation_is_the_same_for_any_b_and_number_of_processes(monkeypatch, B, processes):
     """The mean over the first rows. Every batch has one shape, or a GPU would plan anew."""

@@ -32,7 +32,6 @@ def ids(B=4, T=32, seed=0):
     return torch.randint(257, (B, T), generator=seeded(seed))
 
 
-# ---------------------------------------------------------------------------------- shape
 def test_parameters_and_flops_of_gpt2_small():
     with torch.device("meta"):
         model = t.GPT(t.GPTConfig(vocab_size=50257))
@@ -62,7 +61,6 @@ def test_a_token_sees_only_what_came_before():
     assert not torch.allclose(model(a)[0][:, 20:], model(b)[0][:, 20:])
 
 
-# ----------------------------------------------------------------------------------- loss
 def loss_and_gradients(model, loss):
     model.zero_grad()
     loss.backward()
@@ -120,9 +118,7 @@ def test_compiled_is_the_same_model():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-# ------------------------------------------------------------------------------ generating
 def naive(model, idx, n, temperature=1.0, top_k=257, generator=None):
-    """What generate() does, spelled out."""
     for _ in range(n):
         logits = model(idx[:, -32:])[0][:, -1]
         worst = logits.topk(top_k).values[:, -1:]
@@ -152,7 +148,6 @@ def test_generate_leaves_training_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# ------------------------------------------------------------------------------ optimizers
 def stub_run(model, cfg, rows, optimizers=None, float16=False):
     """As much of a Run as train_step() needs; each micro-step gets all the rows."""
     state = t.State(model, optimizers or t.configure_optimizers(model, cfg),
