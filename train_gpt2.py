@@ -1255,17 +1255,17 @@ def choose_settings(flags):
                  "GPT-2\n(124M): python fineweb.py, and the same command again.\n\n")
     small = SMALL if Path(data).is_file() else {}
     cfg = make_config(Config, {"data": data} | small | flags)
-    for name in ("n_layer", "n_head", "n_embd"):
-        if cfg.init_from != "scratch" and name in flags:
-            raise UserError(f"{name} is decided by init_from={cfg.init_from}: leave it out.")
+    shape = () if cfg.init_from == "scratch" else ("n_layer", "n_head", "n_embd")
+    if flags.keys() & shape:
+        raise UserError(f"init_from={cfg.init_from} decides {', '.join(shape)}: leave them out.")
     if small and cfg.init_from != "scratch" and not {"max_lr", "sample"} & flags.keys():
         raise UserError("SMALL's max_lr is for a new model: give --max_lr=1e-4, say.")
     if not small:
-        return cfg, "settings  Config, since data is not a text file; flags win"
+        return cfg, "settings  Config, as data is not a text file"
     if "B" not in flags:  # the same command on several processes: fewer rows on each
         cfg.B = max(1, cfg.B // world_size())
-    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in small)
-    return cfg, f"{lines}settings  SMALL before Config, since data is a text file: {values}"
+    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in small if name not in shape)
+    return cfg, f"{lines}settings  SMALL, as data is a text file: {values}"
 
 
 def main():
