@@ -882,11 +882,11 @@ def begin_run(cfg, step, continues):
     for old in (folder / "log.txt", folder / "hf"):
         if not continues and old.exists():
             old.rename(folder / f"{old.name}_before_{time.strftime('%Y%m%d-%H%M%S')}")
-    git, commit = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"], b""
+    git, commit = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"], ""
     with contextlib.suppress(OSError):  # no git here
-        commit = subprocess.run(git, capture_output=True).stdout
-    starts.append({"time": time.ctime(), "step": step, "command": sys.argv, "torch":
-                   torch.__version__, "python": sys.version, "commit": commit.decode().strip()})
+        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    starts.append({"time": time.ctime(), "step": step, "command": sys.argv, "commit": commit,
+                   "torch": torch.__version__, "python": sys.version})
     text = json.dumps({"constants": asdict(cfg), "starts": starts}, indent=2)
     write_whole(path, lambda file: file.write(text.encode()))
 
