@@ -208,8 +208,7 @@ def cut_shards(results, shard_size, start, files):
     place is behind all files, of which there are `files`.
     """
     shard = np.empty(shard_size, dtype=np.uint16)
-    filled = 0
-    used = start["used"]
+    filled, used = 0, start["used"]
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:  # on a terminal
         for file, row, tokens in results:
             while used < len(tokens):
@@ -261,15 +260,16 @@ def make_shards(cfg):
         add_shards(cfg, folder, files, shards)
     tokens = sum(entry["tokens"] for entry in shards)
     if len(shards) < 2:
+        size = tokens // 10 + 1
+        other = f", or --shard_size={size} for ten shards" if size >= MIN_SHARD_SIZE else ""
         raise UserError(f"source={cfg.source} has {tokens:,} tokens ({TEXT!r} in its "
                         f"{', '.join(SUFFIXES)} files): beside a validation shard of "
-                        f"{cfg.shard_size:,} there is nothing to train on. Take more documents, or "
-                        f"--shard_size={max(MIN_SHARD_SIZE, tokens // 10 + 1)} for ten shards.")
+                        f"{cfg.shard_size:,} there is nothing to train on. Take more text{other}.")
     documents = sum(entry["documents"] for entry in shards)
     made = sum(entry["tokens"] for entry in shards[found:])
-    seconds = time.perf_counter() - begin
     print(f"{folder}/: {documents:,} documents, {tokens:,} tokens in {len(shards)} shards\n"
-          f"This run: {made:,} tokens in {seconds:.1f} s, {made / seconds / 1e6:.2f} M tokens/s")
+          f"This run: {made:,} tokens in {time.perf_counter() - begin:.1f} s\n"
+          f"Train on it: python train_gpt2.py --data={folder} --encoding={cfg.encoding}")
 
 
 # ------------------------------------------------------------------- what all scripts agree on
@@ -345,9 +345,9 @@ def parse_flags(cls, doc, small=None):
 
 def make_config(cls, values):
     """cls(**values), each value as its annotation says: 1e3 steps are 1000. Raises UserError."""
-    for name in vars(cls):
+    for name in [*vars(cls), *values]:
         if not name.startswith("_") and name not in cls.__annotations__:
-            raise UserError(f"The constant {name} needs its type again: {name}: int = 1, say.")
+            raise UserError(f"Config has no constant {name} with a type ({name}: int = 1, say).")
     cfg = cls(**values)
     wanted = {bool: "True or False", int: "a whole number", float: "a number"}
     for name, kind in cls.__annotations__.items():
@@ -362,7 +362,7 @@ def make_config(cls, values):
 def typed(value, kind):
     """`value`, perhaps text, as one of `kind`; KeyError, TypeError or ValueError if it is none."""
     if kind is bool:
-        return {"True": True, "False": False}[str(value)]
+        return {"True": True, "False": False}[str(value).capitalize()]
     if kind is int and not float(value).is_integer():
         raise ValueError
     return int(float(value)) if kind is int else kind(value)

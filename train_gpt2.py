@@ -30,7 +30,6 @@ import sys
 import threading
 import time
 import traceback
-import warnings
 import zipfile
 import zlib
 from collections import defaultdict
@@ -101,7 +100,7 @@ class Config:
     grad_comm: str = "float32"      # of gradients between GPUs; bfloat16 halves the traffic
 
 
-# A text file is trained with these instead: a small GPT on bytes, for two CPU cores
+# For a text file: a small GPT on bytes, for two CPU cores. A larger one wants a lower max_lr
 SMALL = dict(
     encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3, n_head=4, n_embd=128,
     optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
@@ -113,7 +112,7 @@ SMALL = dict(
 # ----------------------------------- GPT-2
 @dataclass
 class GPTConfig:
-    """The shape of a GPT. The defaults are GPT-2 (124M)."""
+    """The shape of a GPT; training takes it from Config or SMALL. Defaults: GPT-2 (124M)."""
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded, for speed
     n_layer: int = 12
@@ -305,7 +304,8 @@ class DataLoaderLite:
             if number != self.open_number:
                 self.open_number, self.tokens = number, open_shard(self.shards[number])
             rows[b] = self.tokens[start:start + self.T + 1]
-            check_ids(rows[b], self.n_vocab, self.shards[number])
+            if rows[b].max() >= self.n_vocab:
+                raise UserError(f"{self.shards[number]} holds ids of another --encoding.")
         return rows
 
     def batch(self, row, B, device=torch.device("cpu")):
@@ -560,9 +560,7 @@ def train(run):
     finish(run)
 
 
-# ========================================================
-# Part two: what a long run on real machines needs
-# ========================================================
+# ==== part two: what a long run on real machines needs ====
 
 # ------------------------------- processes
 # torchrun starts a process for each GPU, and ends all when one fails.
@@ -600,8 +598,7 @@ def join_processes(device):
     """Join the process group, if torchrun started this process."""
     if "RANK" not in os.environ:
         return
-    # imported before there is a group, or defaults in there keep the group alive, whose threads
-    # may abort Python's exit
+    # before there is a group, or defaults in there keep it alive: its threads may abort the exit
     import torch.distributed.nn  # noqa: F401
     # torchrun's store outlives a restart: with a prefix, nobody finds addresses of the dead
     store = next(dist.rendezvous("env://"))[0]
@@ -639,8 +636,7 @@ class StopRequest:
         self.button.setblocking(False)
         signal.set_wakeup_fd(self.button.fileno())
         for number in (signal.SIGINT, signal.SIGTERM):
-            if signal.getsignal(number) != signal.SIG_IGN:  # as in a script's background
-                signal.signal(number, self.receive)
+            signal.signal(number, self.receive)
         threading.Thread(target=self.answer, daemon=True).start()
 
     def receive(self, number, frame):
@@ -669,11 +665,9 @@ def pick_device(name):
         raise UserError(f"device={name}: torch {torch.__version__} sees no GPU here.")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        warnings.filterwarnings("ignore", message="Please use the new API")
         torch.set_float32_matmul_precision("high")  # TF32 for what stays in float32
     elif sys.platform == "linux":
-        # malloc keeps freed memory, or else large arrays, such as logits, are page-faulted again
-        # at every step: almost a third of GPT-2 (124M)'s step on a CPU
+        # malloc keeps freed memory, or large arrays are page-faulted again at every step
         with contextlib.suppress(AttributeError):  # not glibc
             ctypes.CDLL(None).mallopt(-4, 0)   # M_MMAP_MAX
             ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
@@ -736,16 +730,14 @@ def open_shard(shard):
     return tokens
 
 
-def check_ids(tokens, n_vocab, shard):
-    if tokens.max() >= n_vocab:
-        raise UserError(f"{shard} holds token {tokens.max()}: it is not of this encoding.")
-
-
 def open_data(cfg, encoding):
     """The loaders of training and of validation rows."""
     train, val = find_shards(cfg.data)
     if Path(cfg.data).is_file():  # a text, its last tenth for validation
-        text = Path(cfg.data).read_bytes().decode("utf-8")
+        try:
+            text = Path(cfg.data).read_bytes().decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise UserError(f"{cfg.data} is not UTF-8 text ({e}): convert it.") from None
         tokens = encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
         cut = int(len(tokens) * 0.9)
         train, val = [tokens[:cut]], [tokens[cut:]]
@@ -753,7 +745,9 @@ def open_data(cfg, encoding):
                                   n_vocab=encoding.n_vocab)
     val_loader = DataLoaderLite(val, cfg.T, n_vocab=encoding.n_vocab)
     if not (train_loader.rows_per_epoch and val_loader.rows_per_epoch):
-        raise UserError(f"{cfg.data} is too short for rows of T={cfg.T} tokens: lower --T.")
+        raise UserError(f"{cfg.data} is too short for T={cfg.T}: take more text, or a lower --T.")
+    if open_shard(val[0])[:4096].max() < 257 < encoding.n_vocab:
+        raise UserError(f"{cfg.data} holds bytes: it needs --encoding=bytes.")
     return train_loader, val_loader
 
 
@@ -761,8 +755,8 @@ def fingerprint_of(loader):
     """What tells one corpus from another: names, lengths, first ids."""
     seen = []
     for shard, length in zip(loader.shards, loader.lengths):
-        name = shard.name if isinstance(shard, Path) else "text"
-        seen.append((name, length, zlib.crc32(open_shard(shard)[:4096])))
+        crc = zlib.crc32(open_shard(shard)[:4096])
+        seen.append((getattr(shard, "name", "text"), length, crc))
     crc = zlib.crc32(repr(seen).encode())
     return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
 
@@ -947,12 +941,12 @@ def report_step(run, loss, norm, start):
     numbers = sum_over_ranks(torch.stack((loss, norm, stop))) / world_size()
     loss, norm, stop = numbers.tolist()
     run.stop.agreed = stop > 0
-    # in float16, the scaler skips a step with an infinite norm and halves its scale
+    # in float16, the scaler skips a step with an infinite norm
     if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
         raise UserError(f"Step {step} has loss {loss} and gradient norm {norm}: look at the "
                         f"data, or start with a lower --max_lr in another --log_dir.")
     seconds, label, more = time.perf_counter() - start, "", ""
-    if cfg.print_every and (step % cfg.print_every == 0 or step == cfg.max_steps - 1):
+    if cfg.print_every and (step % cfg.print_every == 0 or seconds > 10):
         left = datetime.timedelta(seconds=round(seconds * (cfg.max_steps - step - 1)))
         flops = flops_per_token(run.state.raw_model, cfg.T) * cfg.total_batch_size / world_size()
         peak = peak_flops(run.device)
@@ -964,7 +958,7 @@ def report_step(run, loss, norm, start):
 
 
 def report(run, step, stream, value, label, more=""):
-    """A line in log.txt, and one on stdout if it has a label; draw the curves.
+    """A line in log.txt, and on stdout if it has a label; draw the curves.
 
     Steps count from 0; what is evaluated before step n has the number n.
     """
@@ -987,21 +981,22 @@ def draw_curves(folder):
     n = 1 + len(points["train"]) // 200  # smoothed: each point is the mean of n steps
     rows = len(points["train"]) // n
     points["train"] = np.reshape(points["train"][:rows * n], (rows, n, 2)).mean(axis=1)
-    figure = Figure(figsize=(12, 4.5), layout="constrained")
-    loss, hella = figure.subplots(1, 2)
-    for stream, axis in (("train", loss), ("val", loss), ("hella", hella)):
-        if len(points[stream]):
-            tokens, values = np.transpose(points[stream])
-            axis.plot(tokens, values, label=f"{stream}, now {values[-1]:.3f}")
-    if rows:
-        loss.set_ylim(top=1.05 * points["train"][rows // 20][1])  # where it has come down
-    if "fineweb" in constants["data"]:
-        loss.axhline(3.2924, color="gray", label="GPT-2 124M: 3.2924")
-        hella.axhline(0.2945, color="gray", label="GPT-2 124M: 0.2945")
-    for axis, name in ((loss, "loss, nats per token"), (hella, "HellaSwag acc_norm")):
+    panels = [("loss, nats per token", ("train", "val"), 3.2924)]
+    if points["hella"]:
+        panels.append(("HellaSwag acc_norm", ("hella",), 0.2945))
+    figure = Figure(figsize=(7 * len(panels), 4.5), layout="constrained")
+    axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axis, (name, streams, gpt2) in zip(axes, panels):
+        for stream in streams:
+            if len(points[stream]):
+                tokens, values = np.transpose(points[stream])
+                axis.plot(tokens, values, label=f"{stream}, now {values[-1]:.3f}")
+        if "fineweb" in constants["data"]:
+            axis.axhline(gpt2, color="gray", label=f"GPT-2 124M: {gpt2}")
         axis.set(xlabel="million tokens", ylabel=name)
-        if axis.lines:
-            axis.legend()
+        axis.legend(handles=axis.lines)
+    if rows:
+        axes[0].set_ylim(top=1.05 * points["train"][rows // 20][1])  # where it has come down
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=100))
 
 
@@ -1043,11 +1038,13 @@ def sample_only(cfg, device):
 
 def hellaswag_scorer(cfg, raw_model, autocast):
     """A function that returns the model's acc_norm; None where HellaSwag is off."""
-    if not cfg.hellaswag_every or cfg.encoding != "gpt2":
+    if not cfg.hellaswag_every:
         return None
     import hellaswag
     examples = None
     try:
+        if cfg.encoding != "gpt2":
+            raise UserError("it needs --encoding=gpt2.")
         if rank() == 0:  # one process fetches them for all
             examples = list(hellaswag.iterate_examples("val"))
     except UserError as e:
@@ -1073,16 +1070,14 @@ def load_hugging_face(name):
     """The GPT in a Hugging Face folder or repository."""
     import transformers
     try:
-        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        hf = transformers.GPT2LMHeadModel.from_pretrained(name)
         c = hf.config
         for key, value in OURS.items():
             if getattr(c, key) != value:
                 raise ValueError(f"its config.json says {key}={getattr(c, key)}, not {value}")
-        if info["missing_keys"]:
-            raise ValueError(f"it lacks {min(info['missing_keys'])}")
     except Exception as e:  # files and networks may raise anything
-        raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}): give a Hugging "
-                        f"Face folder, or go online.") from None
+        raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}): give a folder "
+                        f"like log/hf, or go online.") from None
     raw_model = GPT(GPTConfig(
         block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
         n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
@@ -1102,8 +1097,7 @@ def save_hugging_face(raw_model, folder, encoding=None):
         vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
         n_embd=c.n_embd, bos_token_id=end_of_text, eos_token_id=end_of_text,
         pad_token_id=end_of_text))
-    # or a pipeline goes beyond the context
-    hf.generation_config.max_length = c.block_size
+    hf.generation_config.max_length = c.block_size  # or a pipeline goes beyond it
     weights = {}
     for key, weight in raw_model.state_dict().items():
         if key in ("transformer.wte.weight", "lm_head.weight"):
@@ -1161,11 +1155,13 @@ def check_config(cfg):
     if cfg.n_embd % cfg.n_head:
         raise UserError(f"n_embd={cfg.n_embd} is not divisible by n_head={cfg.n_head}: change one.")
     if not Path(cfg.data).is_file() and not all(find_shards(cfg.data)):
-        raise UserError(f"data={cfg.data} is neither a text file nor a folder with *_train_*.npy "
+        raise UserError(f"data={cfg.data} is no text file here, and no folder with *_train_*.npy "
                         f"and *_val_*.npy: run fineweb.py, or name another --data.")
     if cfg.total_batch_size % (cfg.B * cfg.T * world_size()):
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of B * T * "
-                        f"processes = {cfg.B} * {cfg.T} * {world_size()}: change it or --B.")
+                        f"processes = {cfg.B} * {cfg.T} * {world_size()}: change one of them.")
+    if cfg.min_lr > cfg.max_lr:
+        raise UserError(f"min_lr={cfg.min_lr} is above max_lr={cfg.max_lr}: lower it, too.")
 
 
 def build_model(cfg, encoding, saved=None):
@@ -1265,11 +1261,12 @@ def choose_settings(flags):
     if "B" not in flags:  # the same command on several processes: fewer rows on each
         cfg.B = max(1, cfg.B // world_size())
     values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in small if name not in shape)
-    return cfg, f"{lines}settings  SMALL, as data is a text file: {values}"
+    return cfg, f"{lines}settings  SMALL, not Config, as data is a text file:\n{values}"
 
 
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a StopRequest: there is nothing to save
     try:
         cfg, lines = choose_settings(parse_flags(Config, __doc__, SMALL))
         device = pick_device(cfg.device)

@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ENV, ROOT, TINY, Forked, assert_close_logs, flags, load, one_line, read_log, succeed, torchrun,
-    two_processes, until, write_text)
+    ENV, ROOT, TINY, Forked, assert_close_logs, flags, load, one_line, read_log, run_python, succeed,
+    torchrun, two_processes, until, write_text)
 
 import train_gpt2 as t
 
@@ -200,6 +200,13 @@ def test_signals_in_the_first_a_middle_and_the_last_step(place, reference, first
     assert_same_run(folder, reference)
 
 
+def test_ctrl_c_before_there_is_anything_to_save_ends_at_once():
+    code = ("import os, signal, train_gpt2 as t\n"
+            "t.pick_device = lambda name: os.kill(os.getpid(), signal.SIGINT)\nt.main()")
+    done = run_python(code)
+    assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
 def hang_at(arrange, step):
     """That step never ends, in C: Python gets no turn to handle a signal."""
     mutex, lock = bytes(64), ctypes.CDLL(None).pthread_mutex_lock
@@ -216,17 +223,6 @@ def test_ctrl_c_is_answered_at_once_and_a_second_one_ends(place):
     assert not run.ended()
     os.kill(run.pid, signal.SIGINT)
     assert run.wait() == 1
-
-
-def ignore_sigint(arrange, step):
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    arrange.signal_at(signal.SIGINT, step)
-
-
-def test_an_ignored_ctrl_c_stays_ignored(place, reference):
-    """Ctrl-C in a terminal stops what a script runs there in the background."""
-    run = succeed(Forked(place / "background", arrange={ignore_sigint: 3}))
-    assert_same_run(run.log_dir, reference)
 
 
 # -------------------------------------------------------------------------------- torchrun

@@ -104,8 +104,18 @@ def test_an_id_beyond_the_vocabulary_names_its_shard(tmp_path):
     damaged = np.load(paths[3])
     damaged[100] = 60000
     np.save(paths[3], damaged)
-    with pytest.raises(t.UserError, match="numbers_train_000003.npy .* 60000"):
+    with pytest.raises(t.UserError, match="numbers_train_000003.npy .*--encoding"):
         loader.read(0, loader.rows_per_epoch)
+
+
+def test_shards_of_bytes_are_not_taken_for_gpt2s_tokens(tmp_path):
+    """All ids are in both encodings: the model would learn nonsense without a word."""
+    for part in ("train", "val"):
+        np.save(tmp_path / f"x_{part}_000000.npy", np.arange(257, dtype=np.uint16))
+    cfg = t.Config(data=str(tmp_path), T=T)
+    assert t.open_data(cfg, mock.Mock(n_vocab=257))[0].rows_per_epoch == 32
+    with pytest.raises(t.UserError, match="--encoding=bytes"):
+        t.open_data(cfg, mock.Mock(n_vocab=50257))
 
 
 def test_same_shards_elsewhere_are_the_same_data(tmp_path):

@@ -2,7 +2,6 @@
 import math
 import signal
 import subprocess
-import warnings
 from unittest import mock
 
 import pytest
@@ -37,18 +36,14 @@ def test_peak_of_each_gpu(monkeypatch, name, tflops):
     assert t.peak_flops(torch.device("cuda")) == tflops * 1e12
 
 
-def test_each_process_takes_its_gpu_and_tf32_without_a_notice(monkeypatch):
-    def precision(name):
-        assert name == "high"
-        warnings.warn("Please use the new API settings to control TF32 behavior", stacklevel=2)
+def test_each_process_takes_its_gpu_and_tf32(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", mock.Mock(side_effect=precision))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", mock.Mock())
     monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
-    with warnings.catch_warnings(record=True) as told:
-        assert t.pick_device("auto") == torch.device("cuda", 3)
+    assert t.pick_device("auto") == torch.device("cuda", 3)
     torch.cuda.set_device.assert_called_with(torch.device("cuda", 3))
-    assert torch.set_float32_matmul_precision.called and not told
+    torch.set_float32_matmul_precision.assert_called_with("high")
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])

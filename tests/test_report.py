@@ -23,7 +23,7 @@ def draw(folder, log, data="edu_fineweb10B"):
 
 
 @pytest.mark.filterwarnings("error")  # they would be told at each validation
-@pytest.mark.parametrize("log", [LOG, "", "0 val 10.9\n", "0 val 10.9\n0 train 5.5\n1 train 5\n"])
+@pytest.mark.parametrize("log", [LOG, "0 val 10.9\n", "0 val 10.9\n0 train 5.5\n1 train 5\n"])
 @pytest.mark.parametrize("data", ["edu_fineweb10B", "my.txt"])
 def test_curves_are_drawn_of_any_log(tmp_path, log, data):
     pytest.importorskip("matplotlib")
@@ -43,6 +43,8 @@ def test_curves_show_what_matters(tmp_path, monkeypatch):
     tokens, losses = np.array(loss.lines[0].get_data())
     assert len(losses) < 400 and losses[100:].std() < 0.2 and tokens[-1] == pytest.approx(2, 0.1)
     assert losses[0] > 5 and 1.5 < loss.get_ylim()[1] < 3
+    draw(tmp_path, TRAINING)
+    assert len(seen[1].axes) == 1  # where HellaSwag is off
 
 
 def test_a_run_describes_itself(tmp_path):
