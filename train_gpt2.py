@@ -652,7 +652,7 @@ class StopRequest:
 
 
 # ------------------ device, dtype, compile
-# "auto" takes what is fast on this machine, and the first lines of a run say what that is.
+# "auto" takes what is fast here; the first lines of a run say what.
 def pick_device(name):
     """The torch.device of this process. "auto": its GPU, else MPS, else the CPU."""
     if name == "auto":
@@ -737,17 +737,17 @@ def open_data(cfg, encoding):
         try:
             text = Path(cfg.data).read_bytes().decode("utf-8")
         except UnicodeDecodeError as e:
-            raise UserError(f"{cfg.data} is not UTF-8 text ({e}): convert it.") from None
+            raise UserError(f"{cfg.data} is not UTF-8 ({e}): convert it.") from None
         tokens = encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
         cut = int(len(tokens) * 0.9)
         train, val = [tokens[:cut]], [tokens[cut:]]
+    elif open_shard(val[0])[:4096].max() < 257 < encoding.n_vocab:
+        raise UserError(f"{cfg.data} needs --encoding=bytes.")
     train_loader = DataLoaderLite(train, cfg.T, seed=cfg.seed, shuffle=cfg.shuffle,
                                   n_vocab=encoding.n_vocab)
     val_loader = DataLoaderLite(val, cfg.T, n_vocab=encoding.n_vocab)
     if not (train_loader.rows_per_epoch and val_loader.rows_per_epoch):
-        raise UserError(f"{cfg.data} is too short for T={cfg.T}: take more text, or a lower --T.")
-    if open_shard(val[0])[:4096].max() < 257 < encoding.n_vocab:
-        raise UserError(f"{cfg.data} holds bytes: it needs --encoding=bytes.")
+        raise UserError(f"{cfg.data} is too short for T={cfg.T}: more text, or a lower --T.")
     return train_loader, val_loader
 
 
@@ -941,7 +941,7 @@ def report_step(run, loss, norm, start):
     numbers = sum_over_ranks(torch.stack((loss, norm, stop))) / world_size()
     loss, norm, stop = numbers.tolist()
     run.stop.agreed = stop > 0
-    # in float16, the scaler skips a step with an infinite norm
+    # float16's scaler skips infinite norms
     if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
         raise UserError(f"Step {step} has loss {loss} and gradient norm {norm}: look at the "
                         f"data, or start with a lower --max_lr in another --log_dir.")
@@ -1045,7 +1045,7 @@ def hellaswag_scorer(cfg, raw_model, autocast):
     try:
         if cfg.encoding != "gpt2":
             raise UserError("it needs --encoding=gpt2.")
-        if rank() == 0:  # one process fetches them for all
+        if rank() == 0:  # for all
             examples = list(hellaswag.iterate_examples("val"))
     except UserError as e:
         print0(f"HellaSwag is off: {e}")
@@ -1070,11 +1070,13 @@ def load_hugging_face(name):
     """The GPT in a Hugging Face folder or repository."""
     import transformers
     try:
-        hf = transformers.GPT2LMHeadModel.from_pretrained(name)
+        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         c = hf.config
         for key, value in OURS.items():
             if getattr(c, key) != value:
                 raise ValueError(f"its config.json says {key}={getattr(c, key)}, not {value}")
+        if info["missing_keys"]:
+            raise ValueError(f"it lacks {min(info['missing_keys'])}")
     except Exception as e:  # files and networks may raise anything
         raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}): give a folder "
                         f"like log/hf, or go online.") from None
@@ -1168,7 +1170,7 @@ def build_model(cfg, encoding, saved=None):
     """The GPT to train: new, init_from's, or one of a checkpoint's shape."""
     torch.manual_seed(cfg.seed)
     if saved:
-        return GPT(GPTConfig(**saved["gpt_config"]))  # State loads the weights, with all else
+        return GPT(GPTConfig(**saved["gpt_config"]))  # State loads the weights
     if cfg.init_from == "scratch":
         return GPT(GPTConfig(
             block_size=cfg.T, vocab_size=padded(encoding.n_vocab), n_layer=cfg.n_layer,
@@ -1266,7 +1268,7 @@ def choose_settings(flags):
 
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until a StopRequest: there is nothing to save
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save yet
     try:
         cfg, lines = choose_settings(parse_flags(Config, __doc__, SMALL))
         device = pick_device(cfg.device)

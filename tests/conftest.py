@@ -395,7 +395,7 @@ class Arrange:
     def picture(self, _):
         """matplotlib is there, as a mock."""
         figure = MagicMock()
-        figure.subplots.return_value = MagicMock(), MagicMock()
+        figure.subplots.return_value = [[MagicMock(), MagicMock()]]
         figure.savefig = lambda file, dpi: file.write(b"picture" * 10_000)
         matplotlib = MagicMock(Figure=lambda **_: figure)
         sys.modules |= {"matplotlib": MagicMock(), "matplotlib.figure": matplotlib}

@@ -196,7 +196,7 @@ BAD_FOLDERS = [  # changes of config.json, or what else is done to the folder; w
     (dict(scale_attn_weights=False), "scale_attn_weights=False"),
     (dict(tie_word_embeddings=False), "tie_word_embeddings=False"),
     (dict(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx=True"),
-    (dict(n_positions=40), "mismatched"),
+    (dict(n_layer=3), "it lacks transformer.h.2"), (dict(n_positions=40), "mismatched"),
     (lambda folder: (folder / "config.json").write_text("{"), "JSON"),
     (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     (lambda folder: os.truncate(folder / "model.safetensors", 5000), "")]
