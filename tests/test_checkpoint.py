@@ -24,8 +24,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ENV, ROOT, TINY, Forked, assert_close_logs, flags, load, one_line, read_log, run_python, succeed,
-    torchrun, two_processes, until, write_text)
+    ENV, ROOT, TINY, Forked, assert_close_logs, flags, load, one_line, read_log, run_python,
+    succeed, torchrun, two_processes, until, write_text)
 
 import train_gpt2 as t
 
@@ -201,10 +201,17 @@ def test_signals_in_the_first_a_middle_and_the_last_step(place, reference, first
 
 
 def test_ctrl_c_before_there_is_anything_to_save_ends_at_once():
-    code = ("import os, signal, train_gpt2 as t\n"
-            "t.pick_device = lambda name: os.kill(os.getpid(), signal.SIGINT)\nt.main()")
-    done = run_python(code)
+    done = run_python("import os, signal, train_gpt2 as t\n"
+                      "t.pick_device = lambda name: os.kill(os.getpid(), signal.SIGINT)\nt.main()")
     assert (done.returncode, done.stderr) == (-signal.SIGINT, "")
+
+
+def test_a_second_ctrl_c_at_once_is_the_first():
+    """`timeout -s INT` sends two, and people press twice before they read what that does."""
+    done = run_python("import time, train_gpt2 as t\ntimes = [0, 0.5, 1.5]\n"
+                      "t.time.time = lambda: print(times[0], flush=True) or times.pop(0)\n"
+                      "t.StopRequest().button.send(b'\\2\\2\\2')\ntime.sleep(60)")
+    assert (done.returncode, done.stdout.split()[-3:]) == (1, ["0", "0.5", "1.5"]), done
 
 
 def hang_at(arrange, step):
@@ -220,6 +227,7 @@ def test_ctrl_c_is_answered_at_once_and_a_second_one_ends(place):
     until(lambda: "    6/30 loss" in run.out, run=run)
     os.kill(run.pid, signal.SIGINT)
     until(lambda: "Ctrl-C again ends" in run.out, run=run)
+    time.sleep(3)
     assert not run.ended()
     os.kill(run.pid, signal.SIGINT)
     assert run.wait() == 1
