@@ -347,7 +347,7 @@ def make_config(cls, values):
     """cls(**values), each value as its annotation says: 1e3 steps are 1000. Raises UserError."""
     for name in [*vars(cls), *values]:
         if not name.startswith("_") and name not in cls.__annotations__:
-            raise UserError(f"Config has no constant {name} with a type ({name}: int = 1, say).")
+            raise UserError(f"{name} is mistyped, or lacks a type in Config ({name}: int = 1, say).")
     cfg = cls(**values)
     wanted = {bool: "True or False", int: "a whole number", float: "a number"}
     for name, kind in cls.__annotations__.items():

@@ -1040,12 +1040,13 @@ def hellaswag_scorer(cfg, raw_model, autocast):
     """A function that returns the model's acc_norm; None where HellaSwag is off."""
     if not cfg.hellaswag_every:
         return None
+    if cfg.encoding != "gpt2":
+        print0("HellaSwag is off: it needs --encoding=gpt2.")
+        return None
     import hellaswag
     examples = None
     try:
-        if cfg.encoding != "gpt2":
-            raise UserError("it needs --encoding=gpt2.")
-        if rank() == 0:  # for all
+        if rank() == 0:
             examples = list(hellaswag.iterate_examples("val"))
     except UserError as e:
         print0(f"HellaSwag is off: {e}")
@@ -1268,7 +1269,7 @@ def choose_settings(flags):
 
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save yet
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
     try:
         cfg, lines = choose_settings(parse_flags(Config, __doc__, SMALL))
         device = pick_device(cfg.device)
