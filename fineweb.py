@@ -26,6 +26,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal, get_args
 
 import numpy as np
 import tiktoken
@@ -41,7 +42,7 @@ class Config:
     shard_size: int = 100_000_000              # tokens per shard, 2 bytes each
     max_shards: int = 0                        # number of shards, validation included; 0 = all
     nprocs: int = 0                            # worker processes; 0 = one per core
-    encoding: str = "gpt2"                     # "gpt2", or "bytes" (a token per byte, no download)
+    encoding: Literal["gpt2", "bytes"] = "gpt2"  # bytes: a token each, without a download
 
 
 TEXT = "text"                # the column (parquet) or key (JSON) that holds a document
@@ -65,7 +66,6 @@ def find_hub_files(source, remote_name):
     """[(URL, size in bytes)] of what `datasets` would stream. Raises UserError."""
     import datasets
     import fsspec
-    datasets.disable_progress_bars()
     logging.disable(logging.CRITICAL)  # the hub client's lines on each new attempt
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     print(f"Asking {hub} for {source}, {remote_name} (half a minute, if there is no network)")
@@ -103,7 +103,7 @@ def read_parquet(url, first):
         if first >= group.num_rows:
             first -= group.num_rows
             continue
-        batch_rows = max(1, BATCH_BYTES * group.num_rows // max(1, group.total_byte_size))
+        batch_rows = max(1, BATCH_BYTES * group.num_rows // group.total_byte_size)
         for part in parquet.iter_batches(batch_rows, row_groups=[number], columns=[TEXT]):
             rows = part[TEXT][first:].cast("large_binary").to_pylist()  # need not be UTF-8
             yield [text and text.decode("utf-8", "replace") for text in rows]
@@ -145,18 +145,17 @@ def tokenize(texts, encoding):
 
 
 def start_worker():
-    """In a new worker: leave Ctrl-C to the parent, and end with it, be it by kill -9."""
+    """In a new worker: end with the parent, be it by kill -9."""
     def end_with_parent():
         multiprocessing.parent_process().join()
         os._exit(1)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def tokenize_all(batches, nprocs, encoding):
     """Yield `batches` with tokens for texts, in order, by `nprocs` processes. Raises UserError."""
     executor = ProcessPoolExecutor(nprocs, multiprocessing.get_context("spawn"), start_worker)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # workers that start now inherit it
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which workers inherit
     for _ in range(nprocs):
         executor.submit(os.getpid)
     signal.signal(signal.SIGINT, handler)
@@ -260,11 +259,10 @@ def make_shards(cfg):
         add_shards(cfg, folder, files, shards)
     tokens = sum(entry["tokens"] for entry in shards)
     if len(shards) < 2:
-        size = tokens // 10 + 1
-        other = f", or --shard_size={size} for ten shards" if size >= MIN_SHARD_SIZE else ""
         raise UserError(f"source={cfg.source} has {tokens:,} tokens ({TEXT!r} in its "
                         f"{', '.join(SUFFIXES)} files): beside a validation shard of "
-                        f"{cfg.shard_size:,} there is nothing to train on. Take more text{other}.")
+                        f"{cfg.shard_size:,} there is nothing to train on. Take more text or "
+                        f"--max_shards, or --shard_size={tokens // 10 + 1} for ten shards.")
     documents = sum(entry["documents"] for entry in shards)
     made = sum(entry["tokens"] for entry in shards[found:])
     print(f"{folder}/: {documents:,} documents, {tokens:,} tokens in {len(shards)} shards\n"
@@ -278,24 +276,25 @@ class UserError(Exception):
 
 
 def first_line(error):
-    """The first line of a library's error, cut between words to at most 160 characters."""
+    """What a library's error says first, cut between words to at most 160 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return textwrap.shorten(lines[0].rstrip(".: "), width=160, placeholder=" ...")
+    line = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]  # a mere heading
+    return textwrap.shorten(line.rstrip(".: "), width=160, placeholder=" ...")
 
 
 def get_encoding(name):
     """tiktoken's "gpt2", or "bytes": every byte a token, and <|endoftext|>. Raises UserError."""
-    if name == "bytes":
-        return tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,128})",
-                                 mergeable_ranks={bytes([i]): i for i in range(256)},
-                                 special_tokens={"<|endoftext|>": 256})
-    if name != "gpt2":
-        raise UserError(f"encoding={name} is unknown: take gpt2 or bytes.")
+    ours = tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,128})",
+                             mergeable_ranks={bytes([i]): i for i in range(256)},
+                             special_tokens={"<|endoftext|>": 256})
     try:
-        return tiktoken.get_encoding("gpt2")
+        encoding = ours if name == "bytes" else tiktoken.get_encoding(name)
     except (OSError, ValueError) as e:  # the download failed, or came damaged
-        raise UserError(f"encoding=gpt2 has no vocabulary ({first_line(e)}): go online once, point "
-                        f"TIKTOKEN_CACHE_DIR to it, or take --encoding=bytes.") from None
+        raise UserError(f"encoding={name} has no vocabulary ({first_line(e)}): go online once, "
+                        f"point TIKTOKEN_CACHE_DIR to it, or take --encoding=bytes.") from None
+    if encoding.n_vocab > 2**16:
+        raise UserError(f"encoding={name} has {encoding.n_vocab:,} ids: uint16 shards hold 65,536.")
+    return encoding
 
 
 def write_whole(path, write, verify=None):
@@ -334,8 +333,9 @@ def parse_flags(cls, doc, small=None):
     comments = dict(re.findall(r"^ +(\w+) *:[^#\n]*# *(.*)$", inspect.getsource(cls), re.M))
     for field in dataclasses.fields(cls):
         other = f", in SMALL {small[field.name]!r}" if field.name in (small or {}) else ""
-        text = f"{comments.get(field.name, '')} [{field.default!r}{other}]".replace("%", "%%")
-        parser.add_argument(f"--{field.name}", metavar="X", default=argparse.SUPPRESS, help=text)
+        text = f"{comments.get(field.name)} [{field.default!r}{other}]".replace("%", "%%")
+        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text,
+                            metavar="|".join(map(str, get_args(field.type))) or "X")
 
     def refuse(message):
         raise UserError(f"{message} (--help lists every flag).")
@@ -347,7 +347,7 @@ def make_config(cls, values):
     """cls(**values), each value as its annotation says: 1e3 steps are 1000. Raises UserError."""
     for name in [*vars(cls), *values]:
         if not name.startswith("_") and name not in cls.__annotations__:
-            raise UserError(f"{name} is mistyped, or lacks a type in Config ({name}: int = 1, say).")
+            raise UserError(f"{name} is mistyped, or lacks a type in Config ({name}: int = 1).")
     cfg = cls(**values)
     wanted = {bool: "True or False", int: "a whole number", float: "a number"}
     for name, kind in cls.__annotations__.items():
@@ -355,17 +355,19 @@ def make_config(cls, values):
         try:
             setattr(cfg, name, typed(value, kind))
         except (KeyError, TypeError, ValueError):
-            raise UserError(f"{name}={value} is not what it must be: {wanted[kind]}.") from None
+            raise UserError(f"{name}={value} is not {wanted.get(kind, f'possible: {kind}')}.")
     return cfg
 
 
 def typed(value, kind):
-    """`value`, perhaps text, as one of `kind`; KeyError, TypeError or ValueError if it is none."""
+    """`value`, perhaps text, as one of `kind`; KeyError or ValueError if it is none."""
     if kind is bool:
         return {"True": True, "False": False}[str(value).capitalize()]
     if kind is int and not float(value).is_integer():
         raise ValueError
-    return int(float(value)) if kind is int else kind(value)
+    if kind in (int, float, str):
+        return int(float(value)) if kind is int else kind(value)
+    return {choice: choice for choice in get_args(kind)}[str(value)]  # of a Literal
 
 
 # -------------------------------------------------------------------------------- command line
@@ -374,8 +376,6 @@ def parse_args():
     cfg = make_config(Config, parse_flags(Config, __doc__))
     if cfg.shard_size < MIN_SHARD_SIZE:
         raise UserError(f"shard_size={cfg.shard_size}: take {MIN_SHARD_SIZE} tokens or more.")
-    if cfg.max_shards == 1:
-        raise UserError("max_shards=1 leaves nothing to train on: take 2 or more, or 0 for all.")
     return cfg
 
 

@@ -6,23 +6,8 @@
 
 In training: evaluate(model, prepare(iterate_examples("val"), model))
 
-A row per ending would compute a question's context four times. Here a question
-is packed into one row: the context, then its endings. Each ending takes the
-positions that follow the context, and the attention mask lets it see the
-context and itself. For a context c of two tokens and two endings A and B of
-three, whose last tokens are only predicted and therefore not in the row:
-
-    position        c  c  A  A  B  B     x: the row's token attends to the column's
-           0     c  x
-           1     c  x  x
-           2     A  x  x  x
-           3     A  x  x  x  x
-           2     B  x  x        x
-           3     B  x  x        x  x
-
-So the context is computed once, and logits, a third of GPT-2's work, only where
-they predict a token of an ending. The losses equal those of one row per ending,
-which is how models other than ours are scored: few take positions and a mask.
+A row holds a question's context and one of its endings. The loss of the ending's tokens, summed
+or per token, says how likely the model finds it. Nothing is asked of a model but logits for ids.
 """
 import argparse
 import json
@@ -43,20 +28,14 @@ from fineweb import UserError, first_line, get_encoding, write_whole
 
 DATA = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 TOTAL = 10_042                      # questions in the validation split
-CPU_BATCH, GPU_BATCH = 1024, 16384  # tokens per forward pass; logits for a third at a time
-
-
-class Batch(NamedTuple):
-    """Q questions in R rows of T tokens, with N ending tokens. All int64, on the CPU."""
-    labels: torch.Tensor       # (Q,) the right ending
-    tokens: torch.Tensor       # (R, T), padded with 0
-    segments: torch.Tensor     # (R, T) 0 = context, 1 ... = which ending, -1 = padding
-    predictions: torch.Tensor  # (N, 4) row, column, token that comes next, number of its ending
+CPU_BATCH, GPU_BATCH = 1024, 8192  # tokens per forward pass, each with logits in float32
 
 
 class Prepared(NamedTuple):
-    batches: list  # of Batch
-    cut: int       # questions whose context did not fit the model
+    batches: list          # of (numbers (R,), tokens (R, T + 1), is_ending (R, T + 1)), on the CPU
+    labels: torch.Tensor   # (Q,) the right ending
+    lengths: torch.Tensor  # (Q, 4) tokens of each ending; row q * 4 + i is ending i of question q
+    cut: int               # questions whose context did not fit the model
 
 
 class Score(NamedTuple):
@@ -129,74 +108,42 @@ def tokenize(example, encode=gpt2_encode):
 def render_example(example):
     """A question in GPT-2's tokens, one padded row per ending: (data, tokens, mask, label).
 
-    tokens and mask are (4, N) int64; the mask is 1 on an ending's tokens. For readers and for
-    other tools: our own scoring packs the endings into one row.
+    tokens and mask are (4, N) int64; the mask is 1 on an ending's tokens.
     """
     context, endings = tokenize(example)
-    tokens = [torch.tensor(context + ending) for ending in endings]
-    mask = [torch.tensor([0] * len(context) + [1] * len(ending)) for ending in endings]
     data = {"context": context, "endings": endings, "label": example["label"]}
-    tokens, mask = pad_sequence(tokens, batch_first=True), pad_sequence(mask, batch_first=True)
+    tokens, mask = collate([(context, ending) for ending in endings])
     return data, tokens, mask, example["label"]
 
 
+def collate(rows):
+    """Rows (context, ending) padded with 0: tokens (R, N), and 1 on an ending's tokens (R, N)."""
+    tokens = [torch.tensor(context + ending) for context, ending in rows]
+    mask = [torch.tensor([0] * len(context) + [1] * len(ending)) for context, ending in rows]
+    return pad_sequence(tokens, batch_first=True), pad_sequence(mask, batch_first=True)
+
+
 def prepare(examples, model, encode=gpt2_encode):
-    """Batches of iterate_examples' dicts for a model, whose token ids encode(text) gives."""
-    packed = hasattr(model, "hidden")  # a train_gpt2.GPT, compiled or not
+    """iterate_examples' dicts as rows for a model, whose token ids encode(text) gives."""
     config = getattr(model, "config", None)
     length = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
-    questions, cut = [], 0
+    rows, labels, lengths, cut = [], [], [], 0
     for example in examples:
         context, endings = tokenize(example, encode)
         endings = [ending[:length] for ending in endings]
         room = length + 1 - max(map(len, endings))  # an ending's last token is predicted, not read
         cut += len(context) > room
-        context = context[-room:]
-        rows = [(context, endings)] if packed else [(context, [ending]) for ending in endings]
-        questions.append((example["label"], rows))
-    budget = batch_tokens(model) if packed else batch_tokens(model) // 3  # logits for every token
-    return Prepared([collate(group) for group in group_by_size(questions, budget)], cut)
-
-
-def size(question):
-    """Tokens of a question's rows, padded to the longest of them."""
-    label, rows = question
-    return len(rows) * max(len(context) + sum(map(len, endings)) for context, endings in rows)
-
-
-def group_by_size(questions, budget):
-    """Groups of questions of similar size, each of at most `budget` tokens with its padding."""
-    questions = sorted(questions, key=size)
-    groups = []
-    while questions:
-        n = max(1, budget // size(questions[-1]))  # the last is the longest
-        groups.append(questions[-n:])
-        del questions[-n:]
-    return groups
-
-
-def collate(questions):
-    """A Batch of questions (label, [(context, endings), ...]). See the drawing at the top."""
-    tokens, segments, predictions = [], [], []
-    labels, all_rows = [], []
-    for label, rows in questions:
-        labels.append(label)
-        all_rows += rows
-    for r, (context, endings) in enumerate(all_rows):
-        row, segment = [*context], [0] * len(context)
-        for i, ending in enumerate(endings):
-            # The context's last token predicts an ending's first, each of its tokens the next.
-            columns = [len(context) - 1, *range(len(row), len(row) + len(ending) - 1)]
-            for column, target in zip(columns, ending, strict=True):
-                predictions.append((r, column, target, r * len(endings) + i))
-            row += ending[:-1]
-            segment += [i + 1] * (len(ending) - 1)
-        tokens.append(torch.tensor(row))
-        segments.append(torch.tensor(segment))
-    return Batch(labels=torch.tensor(labels),
-                 tokens=pad_sequence(tokens, batch_first=True),
-                 segments=pad_sequence(segments, batch_first=True, padding_value=-1),
-                 predictions=torch.tensor(predictions))
+        rows += [(context[-room:], ending) for ending in endings]
+        labels.append(example["label"])
+        lengths.append([len(ending) for ending in endings])
+    tokens = CPU_BATCH if device_of(model).type == "cpu" else GPU_BATCH
+    sizes = [len(context) + len(ending) for context, ending in rows]
+    numbers, batches = sorted(range(len(rows)), key=sizes.__getitem__), []
+    while numbers:  # rows of similar length are a batch; the last is the longest
+        n = max(1, tokens // sizes[numbers[-1]])
+        batches.append((numbers[-n:], *collate([rows[i] for i in numbers[-n:]])))
+        del numbers[-n:]
+    return Prepared(batches, torch.tensor(labels), torch.tensor(lengths), cut)
 
 
 # ----------------------------------------------------------------------------------- scoring
@@ -205,57 +152,22 @@ def device_of(model):
     return next((p.device for p in parameters), torch.device("cpu"))
 
 
-def batch_tokens(model):
-    return CPU_BATCH if device_of(model).type == "cpu" else GPU_BATCH
-
-
-def attention_mask(segments):
-    """The drawing at the top for each row: segments (R, T) -> bool (R, T, T)."""
-    context = segments[:, None, :] == 0                  # (R, 1, T)
-    same = segments[:, :, None] == segments[:, None, :]  # (R, T, T)
-    return (context | same).tril()
-
-
-def forward(model, tokens, segments):
-    """Hidden states (R, T, C) and what makes logits (N, V) of (N, C); or logits and the identity.
-
-    torch.compile() wraps the call of the model itself, which happens for other models than ours.
-    It is kept eager, since each batch has another shape and would be compiled again.
-    """
-    if hasattr(model, "hidden"):
-        mask = attention_mask(segments)
-        # A token's position is how many stand before it in its own text. Padding gets 0.
-        positions = (mask.sum(2) - 1) * (segments >= 0)
-        return model.hidden(tokens, positions, mask[:, None]), model.to_logits
-    with torch.compiler.set_stance("force_eager"):
-        output = model(tokens)
-    return getattr(output, "logits", output), lambda x: x
-
-
 # Without cuDNN's attention, which takes up to half a second to plan for each new shape of a batch.
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 @torch.no_grad()
-def ending_losses(model, batch):
-    """For each ending of a batch, its summed loss in nats and its token count: (Q, 4) each."""
+def ending_losses(model, tokens, is_ending):
+    """The summed loss in nats of each row's ending, (R,) float64."""
     device = device_of(model)
-    x, to_logits = forward(model, batch.tokens.to(device), batch.segments.to(device))
-    rows, columns, targets, endings = batch.predictions.unbind(1)  # (N,) each
-    x, targets = x[rows.to(device), columns.to(device)], targets.to(device)
-    n = batch_tokens(model) // 3  # at once, to bound the memory of logits
-    losses = []
-    for part, part_targets in zip(x.split(n), targets.split(n), strict=True):
-        losses.append(F.cross_entropy(to_logits(part).float(), part_targets, reduction="none"))
-    sums = endings.bincount(torch.cat(losses).cpu().double())
-    return sums.view(-1, 4), endings.bincount().view(-1, 4)
-
-
-def count_right(model, batch):
-    """Counts of a batch's questions, (4,): right by sum, right by mean, all, with nan or inf."""
-    sums, lengths = ending_losses(model, batch)  # (Q, 4)
-    right = sums.argmin(1) == batch.labels
-    right_norm = (sums / lengths).argmin(1) == batch.labels
-    broken = ~sums.isfinite().all(1)
-    return torch.tensor([right.sum(), right_norm.sum(), len(sums), broken.sum()])
+    tokens = tokens.to(device)
+    mask = is_ending[:, 1:].to(device) == 1  # (R, T)
+    # A compiled model stays eager, since each batch has another shape and would be compiled again
+    with torch.compiler.set_stance("force_eager"):
+        output = model(tokens[:, :-1])
+    # ours gives (logits, loss), transformers' an object, a function logits: (R, T, V)
+    logits = output[0] if type(output) is tuple else getattr(output, "logits", output)
+    losses = F.cross_entropy(logits[mask].float(), tokens[:, 1:][mask], reduction="none")
+    rows = mask.nonzero()[:, 0]
+    return rows.cpu().bincount(losses.cpu().double(), minlength=len(tokens))
 
 
 def evaluate(model, examples, progress=False):
@@ -270,16 +182,18 @@ def evaluate(model, examples, progress=False):
     rank, world = 0, 1
     if dist.is_available() and dist.is_initialized():
         rank, world = dist.get_rank(), dist.get_world_size()
-    counts = torch.zeros(4, dtype=torch.int64)  # see count_right()
-    for batch in tqdm(questions.batches[rank::world], unit="batch", disable=not progress):
-        counts += count_right(model, batch)
+    sums = torch.zeros(questions.lengths.numel(), dtype=torch.float64)
+    for numbers, *rows in tqdm(questions.batches[rank::world], unit="batch", disable=not progress):
+        sums[numbers] = ending_losses(model, *rows)
     if world > 1:
-        counts = counts.to(device_of(model))  # NCCL takes no CPU tensors
-        dist.all_reduce(counts)
-    right, right_norm, total, broken = counts.tolist()
-    if broken:
+        sums = sums.to(device_of(model))  # NCCL takes no CPU tensors
+        dist.all_reduce(sums)
+    sums = sums.cpu().view(-1, 4)  # (Q, 4)
+    if not sums.isfinite().all():
         raise UserError("HellaSwag: losses are not finite; are weights damaged, or dtype float16?")
-    return Score(right / total, right_norm / total, total, questions.cut)
+    right = (sums.argmin(1) == questions.labels).double()
+    right_norm = ((sums / questions.lengths).argmin(1) == questions.labels).double()
+    return Score(right.mean().item(), right_norm.mean().item(), len(sums), questions.cut)
 
 
 # ------------------------------------------------------------------------------ command line
@@ -310,12 +224,11 @@ def score(args):
     """Load, score and print as the command line asks."""
     examples = list(iterate_examples("val"))[:args.limit]
     model, encode = load_model(args.model, args.device)
-    questions, device = prepare(examples, model, encode), model.device
-    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
-        result = evaluate(model, questions, progress=True)
-    print(f"{args.model} on {device} in {'bfloat16' if bf16 else 'float32'}: {result.total:,} "
-          f"questions ({result.cut:,} cut on the left to fit)")
+    # Published scores are float32's. GPT-2's logits are around -35: bfloat16 has steps of 1/4 there
+    torch.set_float32_matmul_precision("high")  # TF32, where a GPU has it
+    result = evaluate(model, prepare(examples, model, encode), progress=True)
+    print(f"{args.model} on {model.device} in float32: {result.total:,} questions "
+          f"({result.cut:,} cut on the left to fit)")
     for name, p, which in (("acc", result.acc, "summed loss"),
                            ("acc_norm", result.acc_norm, "mean loss per token")):
         error = math.sqrt(p * (1 - p) / result.total)  # standard error of a share

@@ -17,15 +17,13 @@ if __name__ == "__main__":  # before torch loads OpenMP: how long its idle threa
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import contextlib
-import ctypes
 import datetime
 import importlib.util
 import json
 import math
 import os
+import re
 import signal
-import socket
-import subprocess
 import sys
 import threading
 import time
@@ -37,6 +35,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import tiktoken
@@ -51,53 +50,53 @@ from fineweb import (
     UserError, first_line, get_encoding, lock_folder, make_config, parse_flags, write_whole)
 
 
-# ------------------------------- constants
+# ---- constants
 @dataclass
 class Config:
     """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
-    encoding: str = "gpt2"          # "gpt2" (50,257 tokens) or "bytes" (257, no download)
+    encoding: Literal["gpt2", "bytes"] = "gpt2"  # 50,257 tokens; or 257, without a download
     shuffle: bool = True            # shards, and rows in a shard, in a new order each epoch
     seed: int = 1337                # decides initial weights, data order and samples
     # the batch: total_batch_size decides the training, B only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of B * T * processes
-    B: int = 64                     # rows per forward pass on each process
+    B: int = 64                     # rows per forward pass of a process
     T: int = 1024                   # tokens per row, the context
     # the model: 124M is 12/12/768, 350M 24/16/1024, 774M 36/20/1280, 1.5B 48/25/1600
     n_layer: int = 12               # blocks
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width, a multiple of n_head
+    dropout: float = 0.0            # share of activations set to 0 in training; GPT-2 had 0.1
     init_from: str = "scratch"      # or gpt2 ... gpt2-xl, a Hugging Face folder, a .pt file
     # the optimizer: for these sizes GPT-3 used max_lr 6e-4, 3e-4, 2.5e-4, 2e-4
-    optimizer: str = "adamw"        # or "muon", for the matrices in the blocks
+    optimizer: Literal["adamw", "muon"] = "adamw"  # Muon: for the matrices in the blocks
     max_lr: float = 6e-4            # learning rate after warmup
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
-    lr_shape: str = "cosine"        # of the way to min_lr: "cosine" or "linear"
+    lr_shape: Literal["cosine", "linear"] = "cosine"  # of the way to min_lr
     warmup_steps: int = 715         # steps of linear warmup; 375 M tokens, as in GPT-3
     max_steps: int = 19073          # optimizer steps; 10 B tokens / total_batch_size
-    weight_decay: float = 0.1       # on matrices and embeddings, not on biases and LayerNorms
+    weight_decay: float = 0.1       # of matrices and embeddings, not of biases and gains
     grad_clip: float = 1.0          # largest norm of the gradient; 0 = no clipping
     # monitoring; 0 = never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations
     val_tokens: int = 10485760      # tokens a validation reads, always the same ones
-    hellaswag_every: int = 250      # steps between HellaSwag scores
+    hellaswag_every: int = 250      # steps between scores
     sample_every: int = 250         # steps between samples
     sample_prompt: str = "Hello, I'm a language model,"  # how samples begin
-    sample_tokens: int = 64         # tokens that a sample adds to its prompt
-    temperature: float = 1.0        # of samples: higher is more random, 0 takes the likeliest
-    top_k: int = 50                 # samples draw from the k likeliest tokens; 0 = from all
+    sample_tokens: int = 64         # tokens that they add
+    temperature: float = 1.0        # higher is more random, 0 takes the likeliest
+    top_k: int = 50                 # draw from the k likeliest tokens; 0 = from all
     sample: int = 0                 # print so many samples, and do not train
-    # saving
-    log_dir: str = "log"            # the run: log.txt, run.json, curves.png, checkpoints, hf/
+    log_dir: str = "log"            # the run: log, checkpoints, curves, export
     save_every: int = 250           # steps between checkpoints, of which the newest two stay
     keep_every: int = 5000          # steps between checkpoints that stay for good
     # the machine
-    device: str = "auto"            # "auto" is CUDA, else MPS, else CPU; or cuda, cuda:1, mps, cpu
-    dtype: str = "auto"             # "auto" is float32 but on GPUs; or bfloat16, float16, float32
-    compile: str = "auto"           # "auto" is torch.compile on CUDA; or True, False
-    grad_comm: str = "float32"      # of gradients between GPUs; bfloat16 halves the traffic
+    device: str = "auto"            # CUDA, else MPS, else CPU; or cuda:1, mps, cpu
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of products
+    compile: Literal["auto", "True", "False"] = "auto"  # torch.compile on CUDA
+    grad_comm: Literal["float32", "bfloat16"] = "float32"  # of gradients between GPUs
 
 
 # For a text file: a small GPT on bytes, for two CPU cores. A larger one wants a lower max_lr
@@ -109,16 +108,20 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", dtype="float32", compile="False")
 
 
-# ----------------------------------- GPT-2
+# ---- GPT-2
 @dataclass
 class GPTConfig:
-    """The shape of a GPT; training takes it from Config or SMALL. Defaults: GPT-2 (124M)."""
+    """What a GPT is made of. Those that Config has, too, are set there, by the same name."""
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded, for speed
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
     n_vocab: int = 50257     # ids in use; the padding is never predicted
+    dropout: float = 0.0     # in training mode, which only train_step() is in
+
+
+Norm = nn.LayerNorm  # two in each block, and one at the end
 
 
 class CausalSelfAttention(nn.Module):
@@ -129,12 +132,14 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value at once
         self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.dropout = config.dropout
 
-    def forward(self, x, mask=None):
+    def forward(self, x):
         B, T, C = x.shape
         q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).unbind(2)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)  # (B, heads, T, head_dim)
-        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        dropout = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # concatenate the heads
 
 
@@ -156,14 +161,15 @@ class Block(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.ln_1 = nn.LayerNorm(config.n_embd)
+        self.ln_1 = Norm(config.n_embd)
         self.attn = CausalSelfAttention(config)
-        self.ln_2 = nn.LayerNorm(config.n_embd)
+        self.ln_2 = Norm(config.n_embd)
         self.mlp = MLP(config)
+        self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x, mask=None):
-        x = x + self.attn(self.ln_1(x), mask)
-        return x + self.mlp(self.ln_2(x))
+    def forward(self, x):
+        x = x + self.dropout(self.attn(self.ln_1(x)))
+        return x + self.dropout(self.mlp(self.ln_2(x)))
 
 
 class GPT(nn.Module):
@@ -176,77 +182,71 @@ class GPT(nn.Module):
             wte=nn.Embedding(config.vocab_size, config.n_embd),
             wpe=nn.Embedding(config.block_size, config.n_embd),
             h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
-            ln_f=nn.LayerNorm(config.n_embd)))
+            ln_f=Norm(config.n_embd)))
+        self.dropout = nn.Dropout(config.dropout)
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         # The input embedding is also the output matrix: similar tokens are similar in both
         # roles, and 39 M parameters are saved (Press and Wolf 2017)
         self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
+        self.eval()  # without dropout, but in train_step()
 
     def init_weights(self):
         """Normal(0, 0.02) and zero biases, as in OpenAI's code.
 
-        2 * n_layer projections add to the residual stream. Their std is divided by that
-        number's root, so that the variance does not grow with depth (GPT-2, section 2.3).
+        The 2 * n_layer projections that add to x have their std divided by that number's root,
+        so that the variance does not grow with depth (GPT-2, section 2.3).
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(p)
-            elif p.dim() == 2:  # the gains of LayerNorms, 1-D, keep their initial 1
+            elif name.endswith("weight") and p.dim() == 2:  # gains, 1-D, stay 1
                 std = residual_std if name.endswith("c_proj.weight") else 0.02
                 nn.init.normal_(p, std=std)
         with torch.no_grad():  # no gradient ever reaches the padding, so it stays at zero
             self.transformer.wte.weight[self.config.n_vocab:] = 0
 
-    def hidden(self, idx, positions=None, mask=None):
-        """Final hidden states (B, T, C) of token ids idx (B, T).
-
-        HellaSwag, which packs several endings into a row, gives positions (B, T), where in its
-        text a token stands, and a mask (B, 1, T, T), True where a token may look.
-        """
-        if positions is None:
-            positions = torch.arange(idx.size(1), device=idx.device)
+    def hidden(self, idx):
+        """Final hidden states (B, T, C) of token ids idx (B, T)."""
+        positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):  # the residual stream, too
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        x = self.dropout(x)
         for block in self.transformer.h:
-            x = block(x, mask)
+            x = block(x)
         return self.transformer.ln_f(x)
 
     def to_logits(self, x):
-        """Logits (..., n_vocab) of hidden states (..., C)."""
-        return self.lm_head(x)[..., :self.config.n_vocab]
+        """Logits (..., vocab_size) of hidden states (..., C): for loss, samples and scores."""
+        logits = self.lm_head(x).float()  # or a GPU would compute the loss in bfloat16
+        # The padding gets no probability; kernels are slow on rows of 50,257
+        padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
+        return logits.masked_fill(padding, -1e30)
 
     def forward(self, idx, targets=None, return_logits=True):
-        """Logits (B, T, n_vocab) of idx (B, T); with targets (B, T), also the mean loss in nats.
+        """Logits (B, T, n_vocab) of idx (B, T), and the mean loss in nats of targets (B, T).
 
-        Training asks for the loss alone: for returned logits a compiled model makes a gradient
-        of zeros, 13 GB at B=64. Targets of -100 are left out of the loss.
+        Targets of -100 do not count. Training asks for the loss alone: for returned logits a
+        compiled model makes a gradient of zeros, 13 GB at B=64.
         """
-        x = self.hidden(idx)
-        if targets is None:
-            return self.to_logits(x), None
-        # In float32: on CUDA, autocast would leave the log-softmax in bfloat16. The padding gets
-        # no probability; to cut it off instead would cost a second copy of the logits.
-        logits = self.lm_head(x).float()  # (B, T, vocab_size)
-        padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
-        logits = logits.masked_fill_(padding, -1e30)
-        loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        logits, loss = self.to_logits(self.hidden(idx)), None  # (B, T, vocab_size)
+        if targets is not None:
+            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
         return (logits[..., :self.config.n_vocab] if return_logits else None), loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Continue idx (B, T) by sampled tokens. Returns (B, T + max_new_tokens).
 
-        temperature 0 takes the likeliest token, top_k=k draws from k of them. A generator, on
-        idx's device, leaves training's random state alone.
+        temperature 0 takes the likeliest token; top_k=k draws from the k likeliest.
         """
         if temperature == 0:
             temperature, top_k = 1.0, 1
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            logits = self.to_logits(self.hidden(context)[:, -1]).float()  # (B, n_vocab)
+            logits = self.to_logits(self.hidden(context)[:, -1])[:, :self.config.n_vocab]
             if top_k:
                 kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth_best, -math.inf)
@@ -255,19 +255,14 @@ class GPT(nn.Module):
             idx = torch.cat((idx, token), dim=1)
         return idx
 
-    @classmethod
-    def from_pretrained(cls, name):
-        """The GPT-2 in a Hugging Face folder or on the hub: gpt2, gpt2-medium, ..."""
-        return load_hugging_face(name)
 
-
-# ------------------------------------ data
+# ---- data
 class DataLoaderLite:
     """Rows of T tokens out of shards. Which row has which number depends on the seed alone.
 
     Row i of a shard is its tokens i * T ... (i + 1) * T: T inputs, and the last target, with
     which the next row begins. Row numbers go on for ever: an epoch visits each row once, in file
-    order or in one drawn from (seed, epoch). So any process can read any row, without a state.
+    order or in one drawn from (seed, epoch).
     """
 
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16):
@@ -283,8 +278,7 @@ class DataLoaderLite:
         """The number of the shard that a row is in, and the token at which it begins there.
 
         Say there are shards of 3, 5 and 4 rows, T is 10, and this epoch visits shards 2, 0, 1:
-        row 5 is the second of shard 0. If that has its rows in the order 1, 2, 0, it is its row
-        2, which begins at token 20.
+        row 5 is the second of shard 0. With its rows in the order 1, 2, 0, that is row 2.
         """
         epoch, row = divmod(row, self.rows_per_epoch)
         shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)
@@ -324,15 +318,14 @@ def permutation(shuffle, n, *key):
 
 
 def first_row(cfg, step, micro_step):
-    """The number of the row at which this process begins a micro-step.
+    """The row at which this process begins a micro-step.
 
-    A step's rows are dealt out B at a time: to rank 0, rank 1, ..., and again to rank 0 for its
-    next micro-step. The same rows make the same gradient, with any B and number of processes.
+    A step's rows are dealt out B at a time, to rank 0, rank 1, ..., and again to rank 0.
     """
     return step * (cfg.total_batch_size // cfg.T) + (micro_step * world_size() + rank()) * cfg.B
 
 
-# ------------------------------ optimizers
+# ---- optimizers
 def get_lr(step, cfg):
     """Learning rate of a step: linear warmup to max_lr, then down to min_lr at max_steps."""
     if step < cfg.warmup_steps:
@@ -348,9 +341,8 @@ def newton_schulz(G):
     """Push the singular values of matrices G (n, rows, columns) towards 1 (Jordan et al. 2024).
 
     A step is X <- P X with A = X X^T and P = a I + b A + c A^2: a singular value x becomes
-    a x + b x^3 + c x^5. Instead of X we update the smaller square A <- P A P and the product
-    Q <- P Q, and multiply X by Q at the end (a tall X takes X^T X, and X Q). In bfloat16,
-    rounding spoils A's small values after three steps: it is computed again.
+    a x + b x^3 + c x^5. X may be long: steps are made with the smaller square, A <- P A P, and
+    X takes the product Q of their P. Three, then two: rounding (TF32, too) allows no more at once.
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0, to lift small values
 
@@ -360,16 +352,18 @@ def newton_schulz(G):
         return P
 
     tall = G.size(-2) > G.size(-1)
-    X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
-    for steps in ((3, 2) if G.dtype == torch.bfloat16 else (5,)):
-        A = X.mT @ X if tall else X @ X.mT
-        P = Q = polynomial(A)
+    X = G.mT if tall else G
+    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
+    for steps in (3, 2):
+        A = X @ X.mT
+        P = polynomial(A)
+        Q = P
         for _ in range(steps - 1):
             A = P @ A @ P
             P = polynomial(A)
             Q = P @ Q
-        X = X @ Q if tall else Q @ X
-    return X
+        X = Q @ X
+    return X.mT if tall else X
 
 
 class Muon(torch.optim.Optimizer):
@@ -408,15 +402,11 @@ class Muon(torch.optim.Optimizer):
 
 def configure_optimizers(raw_model, cfg, dtype=torch.float32):
     """[AdamW], or [AdamW, Muon], where Muon has the matrices in the blocks."""
-    matrices, decayed, plain = [], [], []
-    in_blocks = set(raw_model.transformer.h.parameters())
-    for p in raw_model.parameters():
-        if p.dim() < 2:  # biases and gains: towards 0 they would only distort the model
-            plain.append(p)
-        elif p in in_blocks and cfg.optimizer == "muon":
-            matrices.append(p)
-        else:
-            decayed.append(p)
+    for_muon = set(raw_model.transformer.h.parameters()) if cfg.optimizer == "muon" else set()
+    matrices = [p for p in raw_model.parameters() if p.dim() >= 2 and p in for_muon]
+    decayed = [p for p in raw_model.parameters() if p.dim() >= 2 and p not in for_muon]
+    # biases and gains do not decay: towards 0 they would only distort the model
+    plain = [p for p in raw_model.parameters() if p.dim() < 2]
     groups = [dict(params=decayed, weight_decay=cfg.weight_decay, lr_ratio=1.0),
               dict(params=plain, weight_decay=0.0, lr_ratio=1.0)]
     # betas and eps as in GPT-3, appendix B; fused: in one kernel
@@ -427,14 +417,13 @@ def configure_optimizers(raw_model, cfg, dtype=torch.float32):
     return [adamw, Muon([group], lr=cfg.max_lr, dtype=dtype)]
 
 
-# -------------------------------- training
+# ---- training
 @dataclass
 class State:
     """All that the coming steps depend on, besides the constants and the data.
 
-    raw_model is the GPT. It is compiled in place: raw_model(x) runs compiled, .hidden(x) and
-    .generate(x) do not. Run.ddp_model is raw_model inside DDP, which averages gradients; with
-    one process it is raw_model.
+    raw_model, the GPT, is compiled in place: raw_model(x) runs compiled, .generate(x) does not.
+    Run.ddp_model is raw_model in DDP, or with one process raw_model.
     """
     raw_model: nn.Module
     optimizers: list
@@ -442,7 +431,6 @@ class State:
     step: int = 0                 # optimizer steps done
 
     def state_dict(self):
-        """What a checkpoint holds."""
         return {"step": self.step,
                 "model": self.raw_model.state_dict(),
                 "gpt_config": asdict(self.raw_model.config),
@@ -452,7 +440,9 @@ class State:
     def load_state_dict(self, saved):
         self.step = saved["step"]
         self.raw_model.load_state_dict(saved["model"])
-        for optimizer, content in zip(self.optimizers, saved["optimizers"]):
+        for optimizer, content in zip(self.optimizers, saved["optimizers"], strict=True):
+            for old, new in zip(content["param_groups"], optimizer.param_groups):
+                old |= new | {"params": old["params"]}  # betas and the like are the code's
             optimizer.load_state_dict(content)
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
@@ -471,28 +461,29 @@ class Run:
     val_loader: DataLoaderLite
     fingerprint: str              # of the data, the same when a run continues
     hellaswag: object             # a function that returns acc_norm, or None
-    stop: "StopRequest"           # whether Ctrl-C or SIGTERM came
+    signal: threading.Event       # set if Ctrl-C or SIGTERM came to this process
     log: "Log"                    # log.txt, on rank 0
     thread: ThreadPoolExecutor    # saves, and draws curves
     saving: Future                # the last save; its result is its step, or -1
-    copies: dict                  # host memory for the copy that is saved
+    drawing: Future               # the last drawing of curves.png
+    stopping: bool = False        # whether a signal came to any process before the last step
 
 
 @torch.no_grad()
-def validation_loss(run):
-    """Mean loss in nats per token over the first val_tokens tokens.
+def validation_loss(run, loader, model=None):
+    """Mean loss of raw_model, or another model, in nats per token over val_tokens tokens.
 
     Each process sums up its share of the rows: neither B nor how many there are matters.
     """
-    cfg = run.cfg
-    rows = min(max(1, cfg.val_tokens // cfg.T), run.val_loader.rows_per_epoch)
+    cfg, model = run.cfg, model or run.state.raw_model
+    rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
     total = torch.zeros((), device=run.device)
     for row in range(rank() * cfg.B, rows, world_size() * cfg.B):
-        x, y = run.val_loader.batch(row, cfg.B, run.device)
+        x, y = loader.batch(row, cfg.B, run.device)
         y = y.clone()          # x is in the same memory
         y[rows - row:] = -100  # rows of the last batch that are past val_tokens do not count
         with run.autocast():
-            _, loss = run.state.raw_model(x, y, return_logits=False)
+            _, loss = model(x, y, return_logits=False)
         total += loss * min(cfg.B, rows - row)
     return sum_over_ranks(total).item() / rows
 
@@ -501,13 +492,17 @@ def train_step(run):
     """One optimizer step on total_batch_size tokens.
 
     Returns the mean loss of this process's rows and the gradient's norm before clipping, on
-    the device: nothing in here waits for a GPU.
+    the device: but for float16's, nothing in here waits for a GPU.
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     micro_steps = cfg.total_batch_size // (cfg.B * cfg.T * world_size())
     mean_loss = torch.zeros((), device=run.device)
+    ddp_model.train()
     for micro_step in range(micro_steps):
-        x, y = run.train_loader.batch(first_row(cfg, state.step, micro_step), cfg.B, run.device)
+        row = first_row(cfg, state.step, micro_step)
+        # What is random from here on, as dropout, is decided by the row, too
+        torch.manual_seed(int(np.random.SeedSequence((cfg.seed, row)).generate_state(1)[0]))
+        x, y = run.train_loader.batch(row, cfg.B, run.device)
         # DDP averages the gradients over the processes during backward, which only the last
         # micro-step needs. no_sync() encloses the forward pass too, where DDP prepares it.
         sync = contextlib.nullcontext()
@@ -521,6 +516,7 @@ def train_step(run):
             loss = loss / micro_steps
             state.scaler.scale(loss).backward()
         mean_loss += loss.detach()
+    ddp_model.eval()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = get_lr(state.step, cfg) * group["lr_ratio"]
@@ -543,16 +539,19 @@ def due(every, run):
 def train(run):
     """Save, evaluate, take a step; until max_steps, or until a signal."""
     cfg, state = run.cfg, run.state
-    while not run.stop.agreed:
+    while not run.stopping:
+        step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             save(run)  # first, so that an evaluation that fails costs no steps
         if due(cfg.eval_every, run):
-            report(run, state.step, "val", validation_loss(run), "val loss")
+            report(run, step, "val", validation_loss(run, run.val_loader), "val loss")
         if due(cfg.hellaswag_every, run) and run.hellaswag:
-            report(run, state.step, "hella", run.hellaswag(), "HellaSwag acc_norm")
-        if due(cfg.sample_every, run) and state.step > 0:
+            report(run, step, "hella", run.hellaswag(), "HellaSwag acc_norm")
+        if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
+            draw(run)
+        if due(cfg.sample_every, run) and (step > 0 or step == cfg.max_steps):
             print_samples(run)
-        if state.step == cfg.max_steps:
+        if step == cfg.max_steps:
             break
         start = time.perf_counter()
         loss, norm = train_step(run)
@@ -560,10 +559,9 @@ def train(run):
     finish(run)
 
 
-# ==== part two: what a long run on real machines needs ====
+# ==== part two: what a long run on real machines needs
 
-# ------------------------------- processes
-# torchrun starts a process for each GPU, and ends all when one fails.
+# ---- processes: torchrun starts one for each GPU, and ends all when one fails
 def rank():
     return int(os.environ.get("RANK", 0))
 
@@ -575,12 +573,14 @@ def world_size():  # Slurm may set it without RANK
 def print0(text):
     """Print from rank 0, in one piece: the thread that saves prints too."""
     if rank() == 0:
-        with contextlib.suppress(OSError):  # `> out.txt` on a full disk ends nothing
+        with contextlib.suppress(OSError, RuntimeError):  # a full disk, or a signal amid a print
             print(f"{text}\n", end="", flush=True)
 
 
+print0_once = lru_cache(print0)
+
+
 def from_rank_0(value):
-    """Rank 0's value, on every rank."""
     values = [value]
     if world_size() > 1:
         dist.broadcast_object_list(values)
@@ -588,106 +588,78 @@ def from_rank_0(value):
 
 
 def sum_over_ranks(tensor):
-    """The tensor, added up over all processes in place."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 
 def join_processes(device):
-    """Join the process group, if torchrun started this process."""
-    if "RANK" not in os.environ:
-        return
-    # before there is a group, or defaults in there keep it alive: its threads may abort the exit
+    # first, or its defaults keep the group alive, whose threads may abort the exit
     import torch.distributed.nn  # noqa: F401
     # torchrun's store outlives a restart: with a prefix, nobody finds addresses of the dead
     store = next(dist.rendezvous("env://"))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     gpu = device if device.type == "cuda" else None
-    hour = datetime.timedelta(hours=1)  # rank 0 checks checkpoints and exports alone
     dist.init_process_group(backend="nccl" if gpu else "gloo", store=store, rank=rank(),
-                            world_size=world_size(), device_id=gpu, timeout=hour)
+                            world_size=world_size(), device_id=gpu,
+                            timeout=datetime.timedelta(hours=1))  # rank 0 checks and exports alone
 
 
-def wrap_ddp(raw_model, cfg, device):
-    """raw_model in DDP, which averages gradients over processes during backward."""
+def wrap_ddp(raw_model, cfg):
     if world_size() == 1:
         return raw_model
-    device_ids = [device.index] if device.type == "cuda" else None
-    ddp_model = DDP(raw_model, device_ids=device_ids, gradient_as_bucket_view=True)
+    # 25 MB, the default, would cut a compiled model into 14 graphs
+    ddp_model = DDP(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=100)
     if cfg.grad_comm == "bfloat16":
         from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-        # in a lambda: DDP rejects this hook's name with gloo
         ddp_model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(None, bucket))
     return ddp_model
 
 
-class StopRequest:
-    """Ctrl-C or SIGTERM: the current step is finished and saved, then all processes end.
+def catch_signals():
+    event = threading.Event()
 
-    Python calls receive() when it can, on a CPU perhaps minutes later. So the signal also
-    wakes a thread, which says at once what will happen.
-    """
-
-    def __init__(self):
-        self.received = False  # by this process
-        self.agreed = False    # by all processes, after the same step
-        self.bell, self.button = socket.socketpair()
-        self.button.setblocking(False)
-        signal.set_wakeup_fd(self.button.fileno())
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, self.receive)
-        threading.Thread(target=self.answer, daemon=True).start()
-
-    def receive(self, number, frame):
-        self.received = True
-
-    def answer(self):
-        self.bell.recv(1)
-        print0("Stopping: this step is finished and saved first; Ctrl-C again ends at once.")
-        end = time.time() + 1  # two in a second are one Ctrl-C
-        while self.bell.recv(1)[0] != signal.SIGINT or "RANK" in os.environ or time.time() < end:
-            pass  # torchrun repeats signals
-        os._exit(1)
+    def receive(number, frame):
+        event.set()
+        print0("Stopping: this step is finished and saved first. Ctrl-\\ ends at once.")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, receive)
+    return event
 
 
-# ------------------ device, dtype, compile
-# "auto" takes what is fast here; the first lines of a run say what.
+# ---- device, dtype, compile: "auto" takes what is fast here
 def pick_device(name):
-    """The torch.device of this process. "auto": its GPU, else MPS, else the CPU."""
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo has no MPS tensors
-        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        name = "mps" if mps else "cpu"
+        if torch.cuda.is_available():
+            name = "cuda"
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device={name}: torch {torch.__version__} sees no GPU here.")
     if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError(f"device={name}: torch {torch.__version__} sees no GPU here.")
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32
-    elif sys.platform == "linux":
-        # malloc keeps freed memory, or large arrays are page-faulted again at every step
-        with contextlib.suppress(AttributeError):  # not glibc
-            ctypes.CDLL(None).mallopt(-4, 0)   # M_MMAP_MAX
-            ctypes.CDLL(None).mallopt(-1, -1)  # M_TRIM_THRESHOLD
     return device
 
 
 def pick_dtype(choice, device):
     """The dtype of the matrix products."""
-    if choice == "auto":
-        choice = "float32"
-        if device.type == "cuda":
-            # is_bf16_supported() is true on V100 and T4 too, which emulate it, slowly
-            new = torch.cuda.get_device_capability(device) >= (8, 0)
-            choice = "bfloat16" if new else "float16"
-    return getattr(torch, choice)
+    if choice != "auto":
+        return getattr(torch, choice)
+    if device.type == "cuda":  # is_bf16_supported() is true on V100 and T4 too, which emulate it
+        new = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if new else torch.float16
+    cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
 
-# Dense 16-bit TFLOP/s, from NVIDIA's data sheets; RTX: with float32 accumulation
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "V100": 125,
-               "T4": 65, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71}
+# Dense 16-bit TFLOP/s, accumulated in float32, from NVIDIA's data sheets
+PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835,
+               "H100": 989, "A100": 312, "A10G": 70, "L40S": 362, "L4": 121, "V100": 125, "T4": 65,
+               "RTX 6000 Ada": 364, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71}
 
 
 def peak_flops(device):
@@ -701,12 +673,11 @@ def peak_flops(device):
 def flops_per_token(raw_model, T):
     """Forward and backward: 6 N + 12 * layers * width * context (PaLM, appendix B)."""
     c = raw_model.config
-    N = sum(p.numel() for p in raw_model.parameters()) - c.block_size * c.n_embd
+    N = sum(m.weight.numel() for m in raw_model.modules() if isinstance(m, nn.Linear))
     return 6 * N + 12 * c.n_layer * c.n_embd * T
 
 
-# ---------------------------- opening data
-# A damaged shard or another vocabulary's tokens would train a bad model without a word.
+# ---- opening data: damaged shards or other tokens would train a bad model
 def padded(n_vocab):
     """n_vocab rounded up to a multiple of 128, which GPUs multiply faster."""
     return math.ceil(n_vocab / 128) * 128
@@ -731,7 +702,6 @@ def open_shard(shard):
 
 
 def open_data(cfg, encoding):
-    """The loaders of training and of validation rows."""
     train, val = find_shards(cfg.data)
     if Path(cfg.data).is_file():  # a text, its last tenth for validation
         try:
@@ -752,45 +722,48 @@ def open_data(cfg, encoding):
 
 
 def fingerprint_of(loader):
-    """What tells one corpus from another: names, lengths, first ids."""
+    """What tells one corpus from another: of a text its ids, of shards the first and last."""
     seen = []
     for shard, length in zip(loader.shards, loader.lengths):
-        crc = zlib.crc32(open_shard(shard)[:4096])
-        seen.append((getattr(shard, "name", "text"), length, crc))
+        n = 4096 if isinstance(shard, Path) else length
+        first, last = open_shard(shard)[:n], open_shard(shard)[-n:]
+        seen.append((getattr(shard, "name", "text"), length, zlib.crc32(first), zlib.crc32(last)))
     crc = zlib.crc32(repr(seen).encode())
     return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
 
 
-# ------------- checkpoints, the log folder
-# A run may be killed at any moment, the disk may fill up, a file may be damaged. So checkpoints
-# are written whole and verified, and no run overwrites another's.
+# ---- checkpoints, the log folder: against kills, full disks, damaged files, and other runs
 def save(run):
-    """Begin to save the state as it is; training waits only until it is copied."""
-    if rank() != 0 or run.saving.result() == run.state.step:  # waits for the save before it
+    """Begin to save; training waits only until the state is copied."""
+    if rank() != 0:
         return
-    run.log.sync()
-    content = run.state.state_dict() | {  # plain tensors and values, for weights_only=True
-        "encoding": run.cfg.encoding, "constants": asdict(run.cfg), "data": run.fingerprint}
-    content = copy_to_host(content, run.copies)
-    run.saving = run.thread.submit(write_checkpoint, content, run.cfg)
+    last_saved = run.saving.result()  # waits for the save before this one
+    if last_saved != run.state.step:
+        run.log.sync()
+        content = run.state.state_dict() | {  # plain tensors and values, for weights_only=True
+            "encoding": run.cfg.encoding, "constants": asdict(run.cfg), "data": run.fingerprint,
+            "code": code_checksum()}
+        content = copy_to_host(content, copies={})
+        run.saving = run.thread.submit(write_checkpoint, content, run.cfg)
 
 
 def copy_to_host(content, copies):
-    """content with its tensors copied into those of `copies`, shared ones once."""
+    """content with its tensors copied; a tensor that is in it twice, once."""
     if isinstance(content, dict):
         return {key: copy_to_host(value, copies) for key, value in content.items()}
-    if isinstance(content, list):
+    if isinstance(content, (list, tuple)):
         return [copy_to_host(value, copies) for value in content]
     if not torch.is_tensor(content):
         return content
     key = (content.data_ptr(), content.shape)
-    if key not in copies:
+    if key not in copies:  # torch keeps pinned memory that was freed for the next save
         copies[key] = torch.empty_like(content, device="cpu", pin_memory=content.is_cuda)
-    return copies[key].copy_(content)
+        copies[key].copy_(content)
+    return copies[key]
 
 
 def write_checkpoint(content, cfg):
-    """In the background: write, verify, rename. Returns the step, or -1 if it failed."""
+    """Write, verify, rename. Returns the step, or -1 if that failed."""
     step, start = content["step"], time.perf_counter()
     path = Path(cfg.log_dir, f"checkpoint_{step:05d}.pt")
     try:
@@ -815,13 +788,13 @@ def write_checkpoint(content, cfg):
 
 def find_checkpoints(folder):
     """{step: path} of a folder's checkpoints, newest first."""
-    paths = Path(folder).glob("checkpoint_*.pt")
-    found = {int(path.stem[11:]): path for path in paths if path.stem[11:].isdecimal()}
+    numbers = {path: path.stem[11:] for path in Path(folder).glob("checkpoint_*.pt")}
+    found = {int(number): path for path, number in numbers.items() if number.isdecimal()}
     return dict(sorted(found.items(), reverse=True))
 
 
 def newest_checkpoint(folder):
-    """Path of a folder's newest undamaged checkpoint, or None if it holds none."""
+    """Path of the newest undamaged checkpoint, or None."""
     found = find_checkpoints(folder)
     for path in found.values():
         try:
@@ -835,7 +808,7 @@ def newest_checkpoint(folder):
 
 
 def read_checkpoint(path, mmap=True):
-    """The content of a checkpoint, on the CPU. Checks the checksums, which torch ignores."""
+    """The content of a checkpoint. Checks the checksums, which torch ignores."""
     try:
         with zipfile.ZipFile(path) as archive:  # torch's format
             if archive.testzip():
@@ -845,59 +818,74 @@ def read_checkpoint(path, mmap=True):
         raise UserError(f"{path} cannot be read as a checkpoint ({first_line(e)}).") from None
 
 
-# A run may continue with other values of these: of speed, place, and what is watched
-FREE_TO_CHANGE = {
-    "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
-    "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
-    "keep_every", "device", "dtype", "compile", "grad_comm"}
+# A run may continue with other values of these
+FREE_TO_CHANGE = set(
+    "B print_every eval_every val_tokens hellaswag_every sample_every sample_prompt sample_tokens "
+    "temperature top_k sample log_dir save_every keep_every device dtype compile grad_comm".split())
+
+
+@lru_cache  # main() calls it first: the file may be edited while it trains
+def code_checksum():
+    """Of this file's code: not of its comments, nor of Config and SMALL, which are compared."""
+    source = Path(__file__).read_text(encoding="utf-8")
+    code = source[:source.index("class Config:")] + source[source.index("\n# ---- GPT-2"):]
+    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in code.splitlines()]
+    return zlib.crc32("\n".join(filter(None, lines)).encode())
 
 
 def check_same_training(saved, cfg, fingerprint):
     """Raise UserError if a checkpoint is of another training."""
-    before = saved["constants"] | {"data": saved["data"]}
+    # a constant that is newer than the run had its default
+    before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
     now = asdict(cfg) | {"data": fingerprint}
-    changed = {name for name in now if before.get(name) != now[name]} - FREE_TO_CHANGE
+    changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > max(before["max_steps"], saved["step"]):
         changed.discard("max_steps")
         print0(f"max_steps was {before['max_steps']}, is {cfg.max_steps}: the learning rate "
                f"follows the new schedule.")
-    if changed:
-        values = [f"{name} was {before.get(name)!r}, is {now[name]!r}" for name in sorted(changed)]
-        raise UserError(f"The run in {cfg.log_dir}/ has other constants: {'; '.join(values)}. "
-                        f"Put them back, or take another --log_dir.")
+    values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
+    other_code = saved.get("code") != code_checksum()
+    if other_code and saved["step"] >= cfg.max_steps:
+        values.append("train_gpt2.py was edited since it finished")
+    if values:
+        raise UserError(f"The run in {cfg.log_dir}/ is another one: {'; '.join(values)}. Put that "
+                        f"back, or take another --log_dir.")
+    if other_code:
+        print0(f"!!! train_gpt2.py was edited: from step {saved['step']} on, other code continues. "
+               f"For a fresh run take another --log_dir.")
 
 
-def begin_run(cfg, step, continues):
-    """Note this start in run.json. Without a checkpoint, rename what a run left here."""
+def begin_run(cfg, step, lock, continues):
+    """Note this start in run.json; unless it continues, rename what was left here. The Log."""
     folder, path = Path(cfg.log_dir), Path(cfg.log_dir, "run.json")
-    for part in folder.glob("*.part"):  # of saves that a kill cut short
-        part.unlink()
     starts = json.loads(path.read_text())["starts"] if continues and path.exists() else []
     for old in (folder / "log.txt", folder / "hf"):
-        if not continues and old.exists():
+        if old.exists() and (not continues or (old.name == "hf" and step < cfg.max_steps)):
             old.rename(folder / f"{old.name}_before_{time.strftime('%Y%m%d-%H%M%S')}")
-    git, commit = ["git", "-C", Path(__file__).parent, "describe", "--always", "--dirty"], ""
-    with contextlib.suppress(OSError):  # no git here
-        commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()
-    starts.append({"time": time.ctime(), "step": step, "command": sys.argv, "commit": commit,
-                   "torch": torch.__version__, "python": sys.version})
+    starts.append({"time": time.ctime(), "step": step, "command": sys.argv,
+                   "code": code_checksum(), "torch": torch.__version__, "python": sys.version})
     text = json.dumps({"constants": asdict(cfg), "starts": starts}, indent=2)
     write_whole(path, lambda file: file.write(text.encode()))
+    return Log(folder / "log.txt", step, lock)
 
 
 class Log:
     """log.txt, to which lines are appended at once, since people tail it.
 
-    At the start, lines from `step` on are removed: those steps come again.
+    At the start, what follows from a line of step `step` on is removed: those steps come again.
     """
 
     def __init__(self, path, step, lock):
         self.lock = lock  # of log_dir, held as long as something refers to it
         self.file = open(path, "ab", buffering=0)
         self.refused = b""  # what a full disk did not take
-        lines = path.read_bytes().splitlines(keepends=True)
-        kept = [line for line in lines if line.endswith(b"\n") and int(line.split()[0]) < step]
-        self.file.truncate(len(b"".join(kept)))
+        kept = 0
+        for line in path.read_bytes().splitlines(keepends=True):
+            number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # comments have none
+            if not line.endswith(b"\n") or (number and int(number[1]) >= step):
+                break
+            kept += len(line)
+        self.file.truncate(kept)
 
     def write(self, line):
         self.refused += line
@@ -918,7 +906,7 @@ def finish(run):
     save(run)
     if rank() == 0 and run.saving.result() != step:
         raise UserError(f"Step {step} is not saved: make room and start the same command again.")
-    if run.stop.agreed:
+    if run.stopping:
         print0(f"Stopped by a signal after {step} steps; the same command continues there.")
     elif rank() == 0:
         run.log.sync()
@@ -926,83 +914,94 @@ def finish(run):
             folder = Path(cfg.log_dir, "hf")
             save_hugging_face(run.state.raw_model, folder, run.encoding)
             print0(f"exported to {folder}/, for transformers and hellaswag.py -m")
-        except Exception as e:  # transformers may be missing
-            print0(f"not exported ({first_line(e)}): the same command tries again")
-        print0(f"Done. What it writes: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
-               f"To train longer: the same command, with a larger --max_steps.")
+        except Exception as e:  # the model may be no GPT-2 any more, or transformers missing
+            print0(f"Not exported: {e if isinstance(e, UserError) else first_line(e)}.")
+        if cfg.max_steps:
+            print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
+                   f"To train longer: the same command, with a larger --max_steps.")
 
 
-# ----------------------------- log, curves
-# log.txt is for notebooks, stdout for people, curves.png plots both.
+# ---- log, curves: log.txt is for notebooks, stdout for people, curves.png plots both
 def report_step(run, loss, norm, start):
-    """Report the step that began at time `start`. Reading its numbers waits for the GPU."""
-    cfg, scaler, step = run.cfg, run.state.scaler, run.state.step - 1
-    stop = torch.full_like(loss, run.stop.received)  # on the device: a copy to it would wait
+    """Report the step that began at time `start`; this waits for the GPU."""
+    cfg, step = run.cfg, run.state.step - 1
+    stop = torch.full_like(loss, run.signal.is_set())  # on the device: a copy to it would wait
     numbers = sum_over_ranks(torch.stack((loss, norm, stop))) / world_size()
     loss, norm, stop = numbers.tolist()
-    run.stop.agreed = stop > 0
+    run.stopping = stop > 0
     # float16's scaler skips infinite norms
-    if not math.isfinite(loss) or not (math.isfinite(norm) or scaler.is_enabled()):
+    if not math.isfinite(loss) or not (math.isfinite(norm) or run.state.scaler.is_enabled()):
         raise UserError(f"Step {step} has loss {loss} and gradient norm {norm}: look at the "
                         f"data, or start with a lower --max_lr in another --log_dir.")
     seconds, label, more = time.perf_counter() - start, "", ""
-    if cfg.print_every and (step % cfg.print_every == 0 or seconds > 10):
+    if cfg.print_every and step % cfg.print_every == 0:
         left = datetime.timedelta(seconds=round(seconds * (cfg.max_steps - step - 1)))
         flops = flops_per_token(run.state.raw_model, cfg.T) * cfg.total_batch_size / world_size()
-        peak = peak_flops(run.device)
+        peak, label = peak_flops(run.device), "loss"
         mfu = f" mfu {flops / seconds / peak:.0%}" if peak else ""
-        label = "loss"
+        if run.device.type == "cuda":
+            mfu += f" {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
         more = (f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "
                 f"{cfg.total_batch_size / seconds:,.0f} tok/s{mfu} {left} left")
     report(run, step, "train", loss, label, more)
 
 
-def report(run, step, stream, value, label, more=""):
-    """A line in log.txt, and on stdout if it has a label; draw the curves.
-
-    Steps count from 0; what is evaluated before step n has the number n.
-    """
+def report(run, step, stream, value, label="", more=""):
+    """A line in log.txt, a point of a curve in curves.png; on stdout if it has a label."""
     if rank() == 0:
         run.log.write(f"{step} {stream} {value:.6f}\n".encode())
-        if stream != "train":  # if that fails, as without matplotlib, there is no picture
-            run.thread.submit(draw_curves, run.cfg.log_dir)
     if label:
         print0(f"{step:5d}/{run.cfg.max_steps} {label} {value:.4f}{more}")
 
 
+def draw(run):
+    """Draw the curves in the background. Of drawings, only the newest waits for its turn."""
+    if rank() == 0:
+        run.drawing.cancel()
+        run.drawing = run.thread.submit(draw_curves, run.cfg.log_dir)
+
+
 def draw_curves(folder):
-    """<folder>/curves.png: losses and HellaSwag against tokens."""
+    """Write curves.png if matplotlib is installed. An error is told once."""
+    try:
+        figure = plot(folder)
+        write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
+    except ImportError:
+        pass
+    except Exception as e:  # whatever it is, training goes on
+        print0_once(f"curves.png is not drawn: {first_line(e)}")
+
+
+def plot(folder):
+    """log.txt against tokens: the losses in one panel, each other stream in its own."""
     from matplotlib.figure import Figure  # not pyplot, which wants a display
     constants = json.loads(Path(folder, "run.json").read_text())["constants"]
-    points = {"train": [], "val": [], "hella": []}
-    for line in Path(folder, "log.txt").read_text().splitlines():
-        step, stream, value = line.split()
-        points[stream].append((int(step) * constants["total_batch_size"] / 1e6, float(value)))
-    n = 1 + len(points["train"]) // 200  # smoothed: each point is the mean of n steps
-    rows = len(points["train"]) // n
-    points["train"] = np.reshape(points["train"][:rows * n], (rows, n, 2)).mean(axis=1)
-    panels = [("loss, nats per token", ("train", "val"), 3.2924)]
-    if points["hella"]:
-        panels.append(("HellaSwag acc_norm", ("hella",), 0.2945))
-    figure = Figure(figsize=(7 * len(panels), 4.5), layout="constrained")
-    axes = figure.subplots(1, len(panels), squeeze=False)[0]
-    for axis, (name, streams, gpt2) in zip(axes, panels):
-        for stream in streams:
-            if len(points[stream]):
-                tokens, values = np.transpose(points[stream])
-                axis.plot(tokens, values, label=f"{stream}, now {values[-1]:.3f}")
-        if "fineweb" in constants["data"]:
-            axis.axhline(gpt2, color="gray", label=f"GPT-2 124M: {gpt2}")
-        axis.set(xlabel="million tokens", ylabel=name)
-        axis.legend(handles=axis.lines)
-    if rows:
-        axes[0].set_ylim(top=1.05 * points["train"][rows // 20][1])  # where it has come down
-    write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=100))
+    text, streams = Path(folder, "log.txt").read_text(), defaultdict(list)
+    for step, stream, value in re.findall(r"^(\d+) (.+) (-?[\d.]+)$", text, re.M):
+        tokens = int(step) * constants["total_batch_size"] / 1e6
+        streams[stream].append((tokens, float(value)))
+    panels = defaultdict(list)
+    for name in streams:
+        panels["loss, nats per token" if name in ("train", "val") else name].append(name)
+    to_beat = {"val": 3.2924, "hella": 0.2945} if "fineweb" in constants["data"] else {}
+    figure = Figure(figsize=(6.5, 3.7 * len(panels)), layout="constrained")
+    for i, (title, names) in enumerate(panels.items()):
+        axis = figure.add_subplot(len(panels), 1, i + 1)
+        for name in names:
+            n = 1 + len(streams[name]) // 200  # smoothed: each point is the mean of n
+            points = streams[name][:len(streams[name]) // n * n]
+            tokens, values = np.reshape(points, (-1, n, 2)).mean(axis=1).T
+            axis.plot(tokens, values, label=f"{name}, now {values[-1]:.3f}")
+            if name in to_beat:
+                axis.axhline(to_beat[name], color="gray", label=f"GPT-2 124M: {to_beat[name]}")
+            if name == "train":  # from where it has come down
+                axis.set_ylim(top=1.05 * np.percentile(values, 95))
+        axis.set(xlabel="million tokens", ylabel=title)
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)  # above it
+    return figure
 
 
-# ------------------- samples and HellaSwag
-# Both leave training's random state alone. Neither runs the compiled model or cuDNN's
-# attention, which would make something new for each of many shapes.
+# ---- samples and HellaSwag: of many shapes, so not compiled and without cuDNN's attention
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(raw_model, encoding, cfg, seed):
     """sample_prompt and how the model continues it."""
@@ -1015,7 +1014,6 @@ def sample_text(raw_model, encoding, cfg, seed):
 
 
 def print_samples(run):
-    """A sample of the model as it is, from rank 0."""
     if rank() == 0:
         cfg, state = run.cfg, run.state
         with run.autocast():
@@ -1028,72 +1026,71 @@ def sample_only(cfg, device):
     name = newest_checkpoint(cfg.log_dir) if cfg.init_from == "scratch" else cfg.init_from
     if name is None:
         raise UserError(f"log_dir={cfg.log_dir} holds no weights: train, or take --init_from.")
-    raw_model, encoding = load_weights(str(name))
-    dtype = pick_dtype(cfg.dtype, device)
+    raw_model, encoding = load_weights(str(name), **model_constants(cfg))
     for i in range(cfg.sample):
-        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            print0(sample_text(raw_model.to(device), encoding, cfg, seed=cfg.seed + i))
-        print0("---")
+        print0(sample_text(raw_model.to(device), encoding, cfg, seed=cfg.seed + i) + "\n---")
 
 
 def hellaswag_scorer(cfg, raw_model, autocast):
-    """A function that returns the model's acc_norm; None where HellaSwag is off."""
+    """A function that returns acc_norm, or None."""
     if not cfg.hellaswag_every:
         return None
-    if cfg.encoding != "gpt2":
-        print0("HellaSwag is off: it needs --encoding=gpt2.")
-        return None
     import hellaswag
-    examples = None
+    examples = []
     try:
+        if cfg.encoding != "gpt2":
+            raise UserError("it needs --encoding=gpt2.")
         if rank() == 0:
             examples = list(hellaswag.iterate_examples("val"))
     except UserError as e:
         print0(f"HellaSwag is off: {e}")
-    examples = from_rank_0(examples)
-    questions = hellaswag.prepare(examples, raw_model) if examples else None
+    questions = hellaswag.prepare(from_rank_0(examples), raw_model)
 
     def acc_norm():
         with autocast():
             return hellaswag.evaluate(raw_model, questions).acc_norm
-    return acc_norm if questions else None
+    return acc_norm if questions.batches else None
 
 
-# ---------------------------- Hugging Face
-# Weights come from transformers' GPT-2 and go to it, if it computes what ours does.
+# ---- Hugging Face: weights come from its GPT-2 and go to it if it computes what ours does
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) there, (out, in) here
-OURS = {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5, "n_inner": None,
-        "scale_attn_weights": True, "tie_word_embeddings": True,
-        "scale_attn_by_inverse_layer_idx": False}  # what config.json must say
 
 
-def load_hugging_face(name):
-    """The GPT in a Hugging Face folder or repository."""
+@torch.no_grad()
+def check_same_function(ours, hf):
+    """Raise ValueError if the two make other logits of the same ids. On the CPU."""
+    idx = torch.arange(ours.config.block_size)[None] * 7919 % ours.config.n_vocab  # (1, T)
+    theirs = hf.float().eval()(idx).logits
+    differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
+    if not differences.max() < 1e-3:
+        raise ValueError(f"logits differ by {differences.max():.1%}")
+
+
+def load_hugging_face(name, **constants):
+    """The GPT in a folder or repository; constants: what else GPTConfig has, as dropout."""
     import transformers
+    transformers.logging.disable_progress_bar()
     try:
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         c = hf.config
-        for key, value in OURS.items():
-            if getattr(c, key) != value:
-                raise ValueError(f"its config.json says {key}={getattr(c, key)}, not {value}")
-        if info["missing_keys"]:
-            raise ValueError(f"it lacks {min(info['missing_keys'])}")
-    except Exception as e:  # files and networks may raise anything
-        raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}): give a folder "
-                        f"like log/hf, or go online.") from None
-    raw_model = GPT(GPTConfig(
-        block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
-        n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
-    source = hf.state_dict()
-    with torch.no_grad():
-        for key, p in raw_model.state_dict().items():
+        shape = dict(block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
+                     n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size)
+        raw_model = GPT(GPTConfig(**constants | shape))
+        source, target = hf.state_dict(), raw_model.state_dict()
+        strangers = info["missing_keys"] or source.keys() ^ target.keys()
+        if strangers:
+            raise ValueError(f"{min(strangers)} is not in both models")
+        for key, p in target.items():
             weight = source[key].t() if key.endswith(TRANSPOSED) else source[key]
             p[:len(weight)] = weight  # the embedding has more rows here: padding
+        check_same_function(raw_model, hf)
+    except Exception as e:  # files and networks may raise anything
+        raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}).") from None
     return raw_model
 
 
 def save_hugging_face(raw_model, folder, encoding=None):
-    """Write a folder that transformers loads; with an encoding, its tokenizer too."""
+    """Write a folder that transformers loads, if it computes the same; with its tokenizer."""
     import transformers
     c, end_of_text = raw_model.config, raw_model.config.n_vocab - 1  # the last id
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -1101,65 +1098,63 @@ def save_hugging_face(raw_model, folder, encoding=None):
         n_embd=c.n_embd, bos_token_id=end_of_text, eos_token_id=end_of_text,
         pad_token_id=end_of_text))
     hf.generation_config.max_length = c.block_size  # or a pipeline goes beyond it
-    weights = {}
-    for key, weight in raw_model.state_dict().items():
+    ours, weights = GPT(c), {}  # on the CPU, and not compiled
+    ours.load_state_dict(raw_model.state_dict())
+    for key, weight in ours.state_dict().items():
         if key in ("transformer.wte.weight", "lm_head.weight"):
             weight = weight[:c.n_vocab]
-        weights[key] = weight.t().contiguous() if key.endswith(TRANSPOSED) else weight
-    hf.load_state_dict(weights)
+        weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
+    try:
+        hf.load_state_dict(weights)
+        check_same_function(ours, hf)
+        tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
+    except (RuntimeError, ValueError) as e:
+        raise UserError(f"transformers would compute something else ({first_line(e)})") from None
     transformers.logging.disable_progress_bar()
     hf.save_pretrained(folder, max_shard_size="50GB")  # in one file
     if encoding:
-        hugging_face_tokenizer(encoding, c.block_size).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
 
 
 def hugging_face_tokenizer(encoding, context):
-    """A tiktoken encoding as a transformers tokenizer with the same ids."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import GPT2TokenizerFast
+    """A tiktoken encoding as a transformers tokenizer. Raises ValueError."""
+    from transformers import GPT2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-    letters = bytes_to_unicode()  # a printable letter for each byte
-    ids = {}
+    letters, ids = bytes_to_unicode(), {}  # a printable letter for each byte
     for i in range(encoding.eot_token):
         token = encoding.decode_single_token_bytes(i)
         ids["".join(letters[byte] for byte in token)] = i
     scores = {token: -i for token, i in ids.items()}  # what has the lowest id is joined first
-    tokenizer = Tokenizer(models.BPE(ids, generate_merges(ids, scores)))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # GPT-2's regex
-    tokenizer.decoder = decoders.ByteLevel()
-    return GPT2TokenizerFast(tokenizer_object=tokenizer, model_max_length=context,
-                             clean_up_tokenization_spaces=False)
+    tokenizer = GPT2Tokenizer(vocab=ids, merges=generate_merges(ids, scores),
+                              model_max_length=context, clean_up_tokenization_spaces=False)
+    text = Path(__file__).read_text(encoding="utf-8")  # has words, numbers, marks, indents
+    if tokenizer.backend_tokenizer.encode(text).ids != encoding.encode_ordinary(text):
+        raise ValueError(f"it has no {encoding.name} tokenizer")
+    return tokenizer
 
 
-def load_weights(name):
-    """(GPT, its encoding) of a checkpoint, or of a Hugging Face folder or name."""
+def load_weights(name, **constants):
+    """(GPT, its encoding) of a checkpoint or a Hugging Face name."""
     if not name.endswith(".pt"):
-        raw_model = load_hugging_face(name)
-        return raw_model, get_encoding("bytes" if raw_model.config.n_vocab == 257 else "gpt2")
+        raw_model = load_hugging_face(name, **constants)
+        n_vocab = raw_model.config.n_vocab
+        if n_vocab not in (257, 50257):
+            raise UserError(f"{name} has {n_vocab} ids, of another tokenizer: take its .pt file.")
+        return raw_model, get_encoding("bytes" if n_vocab == 257 else "gpt2")
     content = read_checkpoint(name)
-    raw_model = GPT(GPTConfig(**content["gpt_config"]))
+    if content.get("code") != code_checksum():
+        print0(f"!!! {name} was written by other code.")
+    dropout = {"dropout": constants.get("dropout", 0.0)}  # of a training, not of weights
+    raw_model = GPT(GPTConfig(**constants | content["gpt_config"] | dropout))
     raw_model.load_state_dict(content["model"])
     return raw_model, get_encoding(content["encoding"])
 
 
-# -------- setting up, and the command line
-# What can be wrong is checked before the files of a run change.
-CHOICES = {
-    "encoding": ("gpt2", "bytes"), "optimizer": ("adamw", "muon"),
-    "lr_shape": ("cosine", "linear"), "compile": ("auto", "True", "False"),
-    "dtype": ("auto", "bfloat16", "float16", "float32"), "grad_comm": ("float32", "bfloat16")}
-
-
+# ---- setting up, and the command line: all is checked before files of a run change
 def check_config(cfg):
-    """Raise UserError for constants that make no sense."""
-    for name, choices in CHOICES.items():
-        if getattr(cfg, name) not in choices:
-            raise UserError(f"{name}={getattr(cfg, name)} is not one of {', '.join(choices)}.")
-    if cfg.n_embd % cfg.n_head:
-        raise UserError(f"n_embd={cfg.n_embd} is not divisible by n_head={cfg.n_head}: change one.")
     if not Path(cfg.data).is_file() and not all(find_shards(cfg.data)):
-        raise UserError(f"data={cfg.data} is no text file here, and no folder with *_train_*.npy "
-                        f"and *_val_*.npy: run fineweb.py, or name another --data.")
+        raise UserError(f"data={cfg.data} is no text, and no folder with *_train_*.npy and "
+                        f"*_val_*.npy: run fineweb.py, or name another --data.")
     if cfg.total_batch_size % (cfg.B * cfg.T * world_size()):
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of B * T * "
                         f"processes = {cfg.B} * {cfg.T} * {world_size()}: change one of them.")
@@ -1167,16 +1162,21 @@ def check_config(cfg):
         raise UserError(f"min_lr={cfg.min_lr} is above max_lr={cfg.max_lr}: lower it, too.")
 
 
+def model_constants(cfg):
+    return {name: value for name, value in asdict(cfg).items()
+            if name in GPTConfig.__dataclass_fields__}
+
+
 def build_model(cfg, encoding, saved=None):
-    """The GPT to train: new, init_from's, or one of a checkpoint's shape."""
+    """The GPT to train: new, init_from's, or for a checkpoint's weights."""
     torch.manual_seed(cfg.seed)
+    constants = model_constants(cfg)
     if saved:
-        return GPT(GPTConfig(**saved["gpt_config"]))  # State loads the weights
+        return GPT(GPTConfig(**constants | saved["gpt_config"]))
     if cfg.init_from == "scratch":
-        return GPT(GPTConfig(
-            block_size=cfg.T, vocab_size=padded(encoding.n_vocab), n_layer=cfg.n_layer,
-            n_head=cfg.n_head, n_embd=cfg.n_embd, n_vocab=encoding.n_vocab))
-    raw_model, _ = load_weights(cfg.init_from)
+        return GPT(GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
+                             n_vocab=encoding.n_vocab, **constants))
+    raw_model, _ = load_weights(cfg.init_from, **constants)
     c = raw_model.config
     if c.n_vocab != encoding.n_vocab or cfg.T > c.block_size:
         raise UserError(f"init_from={cfg.init_from} has {c.n_vocab} tokens and a context of "
@@ -1190,58 +1190,53 @@ def set_up(cfg, device):
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     fingerprint = fingerprint_of(train_loader)
-    path = saved = log = lock = None
+    lock = path = None
     if rank() == 0:
-        Path(cfg.log_dir).mkdir(parents=True, exist_ok=True)
         lock = lock_folder(cfg.log_dir)
         path = newest_checkpoint(cfg.log_dir)
-    path = from_rank_0(path)  # a shared disk may show ranks different newest files
-    if path:
-        # not mapped on a CPU, where AdamW keeps the very tensors that it is given
+    path, saved = from_rank_0(path), {}  # a shared disk may show ranks different newest files
+    if path:  # not mapped on a CPU, where AdamW keeps the very tensors that it is given
         saved = read_checkpoint(path, mmap=device.type != "cpu")
         check_same_training(saved, cfg, fingerprint)
     raw_model = build_model(cfg, encoding, saved).to(device)
     dtype, compiled = pick_dtype(cfg.dtype, device), cfg.compile == "True"
-    if cfg.compile == "auto" and device.type == "cuda":  # Windows often has no Triton
-        compiled = importlib.util.find_spec("triton") is not None
+    if cfg.compile == "auto" and device.type == "cuda":  # Windows often has no Triton; P100 is 6.0
+        triton = importlib.util.find_spec("triton")
+        compiled = bool(triton) and torch.cuda.get_device_capability(device) >= (7, 0)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     bf16 = dtype == torch.bfloat16  # in float16, Muon's products would overflow
     optimizers = configure_optimizers(raw_model, cfg, dtype if bf16 else torch.float32)
     state = State(raw_model, optimizers, scaler)
     if saved:
         state.load_state_dict(saved)
-    if rank() == 0:
-        begin_run(cfg, state.step, continues=bool(saved))
-        log = Log(Path(cfg.log_dir, "log.txt"), state.step, lock)
+    log = begin_run(cfg, state.step, lock, continues=bool(saved)) if rank() == 0 else None
     if compiled:
         raw_model.compile()
-    thread = ThreadPoolExecutor(max_workers=1)
+    saving, drawing = Future(), Future()
+    saving.set_result(state.step)
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     run = Run(
         cfg=cfg, state=state, device=device, encoding=encoding, autocast=autocast,
-        ddp_model=wrap_ddp(raw_model, cfg, device), train_loader=train_loader,
+        ddp_model=wrap_ddp(raw_model, cfg), train_loader=train_loader,
         val_loader=val_loader, fingerprint=fingerprint,
-        hellaswag=hellaswag_scorer(cfg, raw_model, autocast), stop=StopRequest(), log=log,
-        thread=thread, saving=thread.submit(int, state.step), copies={})
+        hellaswag=hellaswag_scorer(cfg, raw_model, autocast), signal=catch_signals(), log=log,
+        thread=ThreadPoolExecutor(max_workers=1), saving=saving, drawing=drawing)
     describe(run, dtype, compiled)
     return run
 
 
 def describe(run, dtype, compiled):
-    """The first lines of a run."""
     cfg, model = run.cfg, run.state.raw_model
     epochs = cfg.max_steps * cfg.total_batch_size / cfg.T / run.train_loader.rows_per_epoch
     flops = flops_per_token(model, cfg.T) * cfg.total_batch_size
-    slow = ", minutes on a CPU" if run.device.type == "cpu" and flops > 2e13 else ""
     print0(f"data      {cfg.data}: {run.fingerprint}\n"
            f"model     {sum(p.numel() for p in model.parameters()):,} parameters, "
            f"init_from={cfg.init_from}: {model.config}\n"
            f"training  {cfg.max_steps:,} steps of {cfg.total_batch_size:,} tokens, {epochs:.2f} "
-           f"epochs; a step is {flops / 1e12:,.2g} TFLOP{slow}\n"
-           f"machine   {world_size()} x {run.device.type}, {str(dtype)[6:]}, compile={compiled}, "
-           f"torch {torch.__version__}\n"
+           f"epochs; a step is {flops / 1e12:,.2g} TFLOP\n"
+           f"machine   {world_size()} x {run.device.type}, {str(dtype)[6:]}, compile={compiled}\n"
            f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.state.step} on")
-    if run.state.step >= cfg.max_steps:
+    if 0 < cfg.max_steps <= run.state.step:
         print0("This run is finished: validation, samples and export again.")
 
 
@@ -1250,20 +1245,18 @@ def choose_settings(flags):
     data, lines = flags.get("data", Config.data), ""
     if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
-        lines = ("Quick start, a small GPT on Shakespeare: edu_fineweb10B/ holds no shards. For "
-                 "GPT-2\n(124M): python fineweb.py, and the same command again.\n\n")
+        lines = ("Quick start, a small GPT on Shakespeare: edu_fineweb10B/ holds no shards.\n"
+                 "For GPT-2 (124M): python fineweb.py, and the same command again.\n\n")
     small = SMALL if Path(data).is_file() else {}
     cfg = make_config(Config, {"data": data} | small | flags)
-    shape = () if cfg.init_from == "scratch" else ("n_layer", "n_head", "n_embd")
-    if flags.keys() & shape:
-        raise UserError(f"init_from={cfg.init_from} decides {', '.join(shape)}: leave them out.")
-    if small and cfg.init_from != "scratch" and not {"max_lr", "sample"} & flags.keys():
-        raise UserError("SMALL's max_lr is for a new model: give --max_lr=1e-4, say.")
+    if cfg.init_from != "scratch":
+        decided = model_constants(cfg).keys() - {"dropout"}
+        for name in flags.keys() & decided:
+            raise UserError(f"init_from={cfg.init_from} decides {name}: leave out --{name}.")
+        small = {name: value for name, value in small.items() if name not in decided}
     if not small:
         return cfg, "settings  Config, as data is not a text file"
-    if "B" not in flags:  # the same command on several processes: fewer rows on each
-        cfg.B = max(1, cfg.B // world_size())
-    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in small if name not in shape)
+    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in small)
     return cfg, f"{lines}settings  SMALL, not Config, as data is a text file:\n{values}"
 
 
@@ -1271,9 +1264,11 @@ def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
     try:
+        code_checksum()  # of this file as it is now
         cfg, lines = choose_settings(parse_flags(Config, __doc__, SMALL))
         device = pick_device(cfg.device)
-        join_processes(device)
+        if "RANK" in os.environ:
+            join_processes(device)
         if cfg.sample:
             sample_only(cfg, device)
         else:
@@ -1287,10 +1282,15 @@ def main():
     except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
             error = UserError("Out of memory: a smaller --B trains the same model.")
+        if re.search("load(ing|ed) state.dict|zip|unexpected keyword", str(error)):
+            error = UserError(f"These weights are of other code ({first_line(error)}): put that "
+                              f"back, or take another --log_dir.")
         if isinstance(error, UserError):
             print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()
+            if "torch._" in type(error).__module__:  # for lack of a C compiler, say
+                print("train_gpt2.py: --compile=False does without compiling.", file=sys.stderr)
         if dist.is_initialized():
             os._exit(1)  # a normal exit would wait for others, which may wait for this one
         sys.exit(1)

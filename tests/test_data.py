@@ -1,9 +1,11 @@
 """The data of a step is a pure function of (seed, row number); shards stay on the disk."""
+import pickle
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from test_checkpoint import Bomb
 
 import train_gpt2 as t
 
@@ -25,7 +27,7 @@ def shards(folder, lengths=(100, 57, 8, 300)):
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_an_epoch_is_every_row_once(tmp_path, shuffle):
-    loader = t.DataLoaderLite(shards(tmp_path), T, seed=3, shuffle=shuffle)
+    loader = t.DataLoaderLite([*shards(tmp_path), np.zeros(0, np.uint16)], T, 3, shuffle)
     firsts = [*range(0, 96, T), *range(100, 156, T), *range(165, 461, T)]
     assert loader.rows_per_epoch == len(firsts) == 12 + 7 + 0 + 37
     for epoch in range(3):
@@ -65,36 +67,55 @@ def test_each_row_of_a_step_is_dealt_out_once(monkeypatch, B, processes):
     assert sorted(rows) == list(range(7 * 12, 8 * 12))
 
 
-@pytest.mark.parametrize("B, processes", [(1, 1), (4, 1), (64, 1), (3, 2), (2, 5)])
-def test_validation_is_the_same_for_any_b_and_number_of_processes(monkeypatch, B, processes):
-    """The mean over the first rows. Every batch has one shape, or a GPU would plan anew."""
+@pytest.mark.parametrize("tokens, rows", [(13 * T + 3, 13), (1, 1), (10**6, 124)])
+@pytest.mark.parametrize("B, processes", [(4, 1), (64, 1), (3, 2), (2, 5)])
+def test_validation_is_the_same_for_any_b_and_processes(monkeypatch, B, processes, tokens, rows):
+    """The mean over the first rows, at least one and at most all; every batch has one shape."""
     def model(x, y, return_logits):
-        assert x.shape == (B, T) and x.min() >= 0
+        assert x.shape == (B, T) and x.min() >= 0 and not torch.is_grad_enabled()
+        assert run.autocast().__enter__.called
         return None, y[y != -100].float().mean()
-    run = mock.MagicMock(cfg=t.Config(B=B, T=T, val_tokens=13 * T + 3), device=torch.device("cpu"))
-    run.val_loader = t.DataLoaderLite([np.arange(1000, dtype=np.uint16)], T)
-    run.state.raw_model = model
+    run = mock.MagicMock(cfg=t.Config(B=B, T=T, val_tokens=tokens), device=torch.device("cpu"))
+    loader = t.DataLoaderLite([np.arange(1000, dtype=np.uint16)], T)
     monkeypatch.setattr(t, "world_size", lambda: processes)
     monkeypatch.setattr(t, "sum_over_ranks", lambda total: total)
     parts = []
     for rank in range(processes):
         monkeypatch.setattr(t, "rank", lambda rank=rank: rank)
-        parts.append(t.validation_loss(run))
-    assert sum(parts) == pytest.approx(np.arange(1, 13 * T + 1).mean(), rel=1e-6)
+        parts.append(t.validation_loss(run, loader, model))
+    assert sum(parts) == pytest.approx(np.arange(1, rows * T + 1).mean(), rel=1e-6)
 
 
-NO_SHARDS = {"float32": np.zeros(100, np.float32), "10, 10": np.zeros((10, 10), np.uint16),
-             "object": np.array([{}], dtype=object), "": np.zeros(100, np.uint16)}
+def test_what_is_no_shard_is_named(tmp_path):
+    """Another type or shape, cut off, empty; or a pickle, whose code would be run."""
+    path, marker = tmp_path / "x_train_000000.npy", tmp_path / "the bomb went off"
+    np.save(path, np.zeros(100, np.uint16))
+    contents = {"": path.read_bytes()[:-1], "No data": b"", "pickle": pickle.dumps(Bomb(marker))}
+    for reason, tokens in (("float32", np.zeros(9, "f4")), ("9, 9", np.zeros((9, 9), np.uint16))):
+        np.save(path, tokens)
+        contents[reason] = path.read_bytes()
+    for reason, content in contents.items():
+        path.write_bytes(content)
+        with pytest.raises(t.UserError, match=f"x_train_000000.npy .*{reason}"):
+            t.DataLoaderLite([path], T)
+    assert not marker.exists()
 
 
-@pytest.mark.parametrize("problem", NO_SHARDS)
-def test_what_is_no_shard_is_named(tmp_path, problem):
-    path = tmp_path / "x_train_000000.npy"
-    np.save(path, NO_SHARDS[problem])
-    if not problem:
-        path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(t.UserError, match=f"x_train_000000.npy .*{problem}"):
-        t.DataLoaderLite([path], T)
+def test_each_loader_has_its_order(tmp_path, monkeypatch):
+    """Names decide that of shards, not the disk; seed and shuffle are for training alone."""
+    for i in range(4):
+        for split in ("val", "train"):
+            np.save(tmp_path / f"x_{split}_00000{i}.npy", np.arange(500, 990, dtype=np.uint16))
+    cfg, encoding = t.Config(data=str(tmp_path), T=T, seed=7), mock.Mock(n_vocab=990)
+    glob = t.Path.glob
+    monkeypatch.setattr(t.Path, "glob", lambda *args: sorted(glob(*args), reverse=True))
+    train, val = t.open_data(cfg, encoding)
+    for loader in (train, val):
+        assert [path.stem[-1] for path in loader.shards] == list("0123")
+    assert (train.seed, train.shuffle, val.shuffle) == (7, True, False)
+    assert train.n_vocab == val.n_vocab == 990
+    cfg.shuffle = False
+    assert t.open_data(cfg, encoding)[0].shuffle is False
 
 
 def test_an_id_beyond_the_vocabulary_names_its_shard(tmp_path):
@@ -102,10 +123,12 @@ def test_an_id_beyond_the_vocabulary_names_its_shard(tmp_path):
     paths = shards(tmp_path)
     loader = t.DataLoaderLite(paths, T, n_vocab=1000)
     damaged = np.load(paths[3])
-    damaged[100] = 60000
+    damaged[100] = 1000  # the first one beyond
     np.save(paths[3], damaged)
     with pytest.raises(t.UserError, match="numbers_train_000003.npy .*--encoding"):
         loader.read(0, loader.rows_per_epoch)
+    loader.n_vocab = 1001
+    loader.read(0, loader.rows_per_epoch)
 
 
 def test_shards_of_bytes_are_not_taken_for_gpt2s_tokens(tmp_path):
@@ -124,14 +147,21 @@ def test_same_shards_elsewhere_are_the_same_data(tmp_path):
     assert fingerprint(shards(tmp_path / "y", (100, 57, 8, 301))) != fingerprint(shards(tmp_path))
     other = shards(tmp_path / "y")
     assert fingerprint(other) == fingerprint(shards(tmp_path))
-    assert fingerprint(other).endswith("#0e2a7cf4")  # in each version, or no run could go on
-    np.save(other[1], np.load(other[1]) + 1)
-    assert fingerprint(other) != fingerprint(shards(tmp_path))
+    assert fingerprint(other).endswith("#a7209012")  # in each version, or no run could go on
+    tokens = np.arange(20_000, dtype=np.uint16)
+    np.save(other[1], tokens)
+    before = fingerprint(other)
+    np.save(other[1], np.where(tokens == 19_999, 0, tokens).astype(np.uint16))  # its last token
+    assert fingerprint(other) != before  # a text is seen whole
+    assert fingerprint([tokens]) != fingerprint([np.where(tokens == 10_000, 0, tokens)])
 
 
-def test_a_text_keeps_every_byte_and_its_last_tenth_for_validation(tmp_path):
+def test_a_text_keeps_every_byte_and_its_last_tenth_for_validation(tmp_path, gpt2_encoding):
     text = "naïve\r\n\t日本 \0 \U0001f600 <|endoftext|>".encode().ljust(1000, b"x")
     (tmp_path / "a.txt").write_bytes(text)
     train, val = t.open_data(t.Config(data=f"{tmp_path}/a.txt", T=T), t.get_encoding("bytes"))
     assert (bytes([*train.shards[0]]), bytes([*val.shards[0]])) == (text[:900], text[900:])
+    train, val = t.open_data(t.Config(data=f"{tmp_path}/a.txt", T=T), gpt2_encoding)
+    tokens = gpt2_encoding.encode_ordinary(text.decode())
+    assert [*train.shards[0], *val.shards[0]] == tokens
     assert (t.padded(257), t.padded(50257), t.padded(256)) == (384, 50304, 256)
