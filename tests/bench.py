@@ -3,8 +3,7 @@
     python tests/bench.py step                         # one bench
     python tests/bench.py all --save=tests/measured    # all, a file for each
 
-A bench that fails says so, and the next one runs. On a GPU that is too small,
-B is halved on all sides, and the table says so.
+A bench that fails says so, and the next one runs. Where memory is short, B is halved on all sides.
 """
 import argparse
 import contextlib
@@ -16,6 +15,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,7 +34,14 @@ sys.path.insert(0, str(ROOT))
 import hellaswag as h  # noqa: E402
 import train_gpt2 as t  # noqa: E402
 
-BENCHES = ("reference", "quick_start", "step", "ladder", "memory", "save", "tokenize", "hellaswag")
+BENCHES = ("reference", "quick_start", "step", "ladder", "memory", "save", "tokenize", "hellaswag",
+           "muon")
+SITTING = {  # what to run where a GPU is at hand for 45 minutes: its minutes at most, its command
+    "tests": (7, "-m pytest -q -rs {root}/tests"), "first_run": (3, "{root}/train_gpt2.py"),
+    **{name: (5, f"{{root}}/tests/bench.py {name}")
+       for name in ("step", "ladder", "memory", "hellaswag", "save")},
+    "adamw": (3, "{root}/train_gpt2.py {flags} --optimizer=adamw --log_dir=adamw"),
+    "muon": (3, "{root}/train_gpt2.py {flags} --optimizer=muon --log_dir=muon")}
 CUDA = torch.cuda.is_available()
 TEXTS = []  # what tokenize() tokenizes; its forked workers have it, too
 
@@ -62,18 +69,16 @@ def seconds_of(function, *arguments):
 
 
 def median_seconds(functions, repeats, warmup=0):
-    """Median seconds of each function; they take turns, and warmup calls do not count."""
     rounds = [[seconds_of(f) for f in functions] for _ in range(warmup + repeats)]
     return [statistics.median(seconds) for seconds in zip(*rounds[warmup:])]
 
 
 def measure(function, **arguments):
     """function(**arguments) of this file in a fresh process. MemoryError if memory ran out."""
-    # a plain process, or one like train_gpt2.py, which sets this before it loads torch
-    spin = {"GOMP_SPINCOUNT": "10000"} if arguments.get("tuned", True) else {}
     code = f"import bench, json; print(json.dumps(bench.{function}(**{arguments!r})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent,
-                          capture_output=True, text=True, env=spin | os.environ)
+                          capture_output=True, text=True,
+                          env={"GOMP_SPINCOUNT": "10000"} | os.environ)  # as train_gpt2.py has it
     if any(text in done.stderr for text in ("out of memory", "OutOfMemory", "allocate memory")):
         raise MemoryError
     if done.returncode != 0:
@@ -83,20 +88,19 @@ def measure(function, **arguments):
 
 # ------------------------------------------------------------------------------ the step
 @contextlib.contextmanager
-def training_run(tuned=True, **constants):
-    """What set_up() builds, on random tokens. If tuned, malloc keeps what is freed."""
-    pick_device = t.pick_device if tuned else torch.device
+def training_run(**constants):
+    """What set_up() builds, on random tokens."""
     tokens = np.random.default_rng(0).integers(0, 50257, 2**21, dtype=np.uint16)
     with tempfile.TemporaryDirectory() as folder:
         for split in ("val", "train"):
             np.save(Path(folder, f"random_{split}_000000.npy"), tokens)
         cfg = t.Config(data=folder, log_dir=f"{folder}/log", hellaswag_every=0, **constants)
-        run = t.set_up(cfg, pick_device("cuda:0" if CUDA else "cpu"))
+        run = t.set_up(cfg, t.pick_device("cuda:0" if CUDA else "cpu"))
         with run.thread:
             yield run
 
 
-def naive_attention(q, k, v, attn_mask=None, is_causal=False):
+def naive_attention(q, k, v, dropout_p=0.0, is_causal=True):
     """Attention as in the paper, every (T, T) matrix in memory."""
     T = q.size(-2)
     scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5
@@ -126,14 +130,13 @@ def plain_losses(model, cfg, loader):
         yield loss.item()
 
 
-def step_side(B, T, dtype="bfloat16", compile="False", fused=True, logits=False, tuned=True,
-              flash=True, tf32=True, padded=True, ours=True, repeats=5, warmup=2):
-    """Figures of a training step of GPT-2 (124M) on B rows."""
+def step_side(B, T, dtype="bfloat16", compile="False", fused=True, logits=False, flash=True,
+              tf32=True, padded=True, ours=True, repeats=5, warmup=2):
     if not padded:
         t.padded = lambda n_vocab: n_vocab
     if not flash:
         t.F.scaled_dot_product_attention = naive_attention
-    with training_run(tuned, B=B, T=T, total_batch_size=B * T, dtype=dtype, compile=compile) as run:
+    with training_run(B=B, T=T, total_batch_size=B * T, dtype=dtype, compile=compile) as run:
         torch.set_float32_matmul_precision("high" if tf32 else "highest")
         model = run.state.raw_model
         flops = t.flops_per_token(model, T) * B * T
@@ -178,7 +181,6 @@ def measure_sides(sides, B):
 
 
 def step_table(found):
-    """A row per side; how much faster it is than the first one, and than the one above."""
     rows = []
     first = before = next(iter(found.values()))["ms"]
     for name, side in found.items():
@@ -193,17 +195,14 @@ def step_table(found):
 
 def step():
     """Our step against a plain script's: eager, foreach AdamW, logits that nobody uses."""
-    sides = {"GPT-2 of transformers in a plain loop, eager": dict(ours=False, tuned=False),
-             "plain: eager, foreach AdamW, logits returned":
-                 dict(fused=False, logits=True, tuned=False),
-             "fused AdamW": dict(logits=True, tuned=False),
-             "no logits returned": dict(tuned=False),
-             "malloc and OpenMP tuned: ours on a CPU": {},
+    sides = {"GPT-2 of transformers in a plain loop, eager": dict(ours=False),
+             "plain: eager, foreach AdamW, logits returned": dict(fused=False, logits=True),
+             "fused AdamW": dict(logits=True),
+             "no logits returned: ours on a CPU": {},
              "compiled, but logits returned": dict(compile="True", logits=True),
              "compiled: ours on a GPU": dict(compile="True")}
-    if CUDA:  # the first has no such loop there, the fifth no meaning
+    if CUDA:  # that loop is for CPUs
         del sides["GPT-2 of transformers in a plain loop, eager"]
-        del sides["malloc and OpenMP tuned: ours on a CPU"]
     found = measure_sides(sides, B=64 if CUDA else 8)
     step_table(found)
     if CUDA:
@@ -221,11 +220,11 @@ def step():
 def ladder():
     """The lecture that reproduces GPT-2, rung by rung; ms: on its A100, 16 rows of 1024."""
     rungs = {"fp32 (1000 ms)": dict(dtype="float32", compile="False", fused=False, flash=False,
-                                    tf32=False, padded=False, logits=True, tuned=False),
+                                    tf32=False, padded=False, logits=True),
              "TF32 (333 ms)": dict(tf32=True), "bf16 (300 ms)": dict(dtype="bfloat16"),
              "compile (130 ms)": dict(compile="True"), "flash attention (96 ms)": dict(flash=True),
              "vocab 50304 (93 ms)": dict(padded=True), "fused AdamW (90 ms)": dict(fused=True),
-             "loss alone, malloc and OpenMP tuned": dict(logits=False, tuned=True)}
+             "loss alone": dict(logits=False)}
     if not CUDA:
         del rungs["TF32 (333 ms)"]
     changes_so_far = itertools.accumulate(rungs.values(), dict.__or__)
@@ -275,6 +274,51 @@ def reference():
         rows.append((processes, B, 32 // (B * processes), f"{ours[-1]:.6f}", f"{worst:.1e}"))
     print(f"{cfg.max_steps} steps of 2,048 tokens in float32; the log has six digits\n")
     table(("processes", "B", "micro-steps", "last loss", "largest difference of a loss"), rows)
+
+
+# ---------------------------------------------------------------------------- optimizers
+# Steps, max_lr of AdamW and of Muon, what differs from SMALL, whose Muon alone is tuned so far
+SIZES = {
+    "3 x 128, input.txt": (1300, 4e-3, 7e-3, {}),
+    "4 x 192, FineWeb": (600, 4e-3, 5e-3, dict(n_layer=4, n_head=6, n_embd=192, T=128, B=16)),
+    "6 x 256, FineWeb": (400, 3e-3, 4e-3, dict(n_layer=6, n_head=8, n_embd=256, T=128, B=16))}
+
+
+def trained(**changes):
+    """The validation loss at the end of a training on a CPU, and its median seconds a step."""
+    with tempfile.TemporaryDirectory() as folder:
+        cfg = t.Config(**t.SMALL | dict(log_dir=folder, device="cpu") | changes)
+        run = t.set_up(cfg, t.pick_device("cpu"))
+        with run.thread:
+            seconds = [seconds_of(t.train_step, run) for _ in range(cfg.max_steps)]
+            return t.validation_loss(run, run.val_loader), statistics.median(seconds)
+
+
+def muon_against_adamw(steps, adamw_lr, muon_lr, **size):
+    """The loss where AdamW ends; Muon's share of its tokens for that, and of a step's time."""
+    goal, adamw_s = measure("trained", max_steps=steps, optimizer="adamw", max_lr=adamw_lr, **size)
+    at_40, muon_s = measure("trained", max_steps=steps * 4 // 10, max_lr=muon_lr, **size)
+    at_60, _ = measure("trained", max_steps=steps * 6 // 10, max_lr=muon_lr, **size)
+    way = (at_40 - goal) / (at_40 - at_60)  # in between, the loss is linear in log(tokens)
+    return goal, 0.4 * (0.6 / 0.4) ** way, muon_s / adamw_s
+
+
+def muon():
+    """The share of AdamW's tokens with which Muon comes to the loss where AdamW ends."""
+    rows, fineweb = [], SHARED / "fineweb_standin"
+    with tempfile.TemporaryDirectory() as shards:
+        subprocess.run([sys.executable, ROOT / "fineweb.py", f"--source={fineweb}",
+                        f"--local_dir={shards}", "--encoding=bytes", "--shard_size=2000000"],
+                       check=True, stdout=subprocess.DEVNULL)
+        for name, (*settings, size) in SIZES.items():
+            data = str(ROOT / "input.txt") if "input" in name else shards
+            losses, shares, times = zip(*(
+                muon_against_adamw(*settings, data=data, seed=seed, **size) for seed in (1, 2, 3)))
+            rows.append((name, settings[0], f"{statistics.mean(losses):.4f}",
+                         f"{statistics.mean(shares):.0%}", f"{min(shares):.0%}-{max(shares):.0%}",
+                         f"{statistics.median(times):.2f}"))
+    table(("blocks x width, text", "steps of AdamW", "its loss", "Muon's share of these tokens",
+           "over three seeds", "Muon's step / AdamW's"), rows)
 
 
 # ------------------------------------------------------------------------ memory, saving
@@ -422,12 +466,38 @@ def hellaswag():
     table(("dtype", "side", "examples/s", "ratio", "acc_norm"), rows)
 
 
-# -------------------------------------------------------------------------- command line
+def sitting(folder, minutes):
+    """Run SITTING in order, each for its share of the minutes at most; keep what each printed."""
+    share = minutes * 60 / sum(most for most, _ in SITTING.values())
+    flags = "--data=shards --eval_every=100 --val_tokens=1048576 --hellaswag_every=0 " + (
+        "" if CUDA else "--n_layer=2 --n_head=2 --n_embd=48 --T=64 --B=8 --total_batch_size=4096")
+    with tempfile.TemporaryDirectory() as place:
+        subprocess.run([sys.executable, ROOT / "fineweb.py", "--shard_size=2000000",
+                        f"--source={SHARED / 'fineweb_standin'}", "--local_dir=shards"],
+                       cwd=place, check=True)
+        for name, (most, words) in SITTING.items():
+            command = [sys.executable, *words.format(root=ROOT, flags=flags).split()]
+            with open(Path(folder, f"sitting_{name}.txt"), "w", buffering=1) as file:
+                print(f"{machine()}\npython {words.format(root='.', flags=flags)}\n", file=file)
+                run = subprocess.Popen(command, cwd=place, stdout=file, stderr=file,
+                                       start_new_session=True)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    run.wait(most * share)
+                print("exit status, None where time was over:", run.poll(), file=file)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(run.pid, signal.SIGKILL)  # and its workers
+            run.wait()
+            print(f"{name}: {run.poll()}", flush=True)
+
+
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("which", choices=("all", *BENCHES))
+    parser.add_argument("which", choices=("all", "sitting", *BENCHES))
     parser.add_argument("--save", metavar="FOLDER", help="also write FOLDER/<bench>.txt")
+    parser.add_argument("--minutes", type=float, default=45)
     args = parser.parse_args()
+    if args.which == "sitting":
+        return sitting(args.save or ROOT / "tests" / "measured", args.minutes)
     failed = []
     for name in BENCHES if args.which == "all" else [args.which]:
         bench, output = globals()[name], io.StringIO()
