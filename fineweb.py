@@ -203,8 +203,7 @@ def find_finished(folder, cfg, files):
 def cut_shards(results, shard_size, start, files):
     """Yield (tokens, (n,) uint16; the place where they end) of each shard after place `start`.
 
-    A place: `used` tokens after the beginning of row number `row` of file number `file`. The last
-    place is behind all files, of which there are `files`.
+    A place: `used` tokens from row `row` of file number `file` on; the last, behind all `files`.
     """
     shard = np.empty(shard_size, dtype=np.uint16)
     filled, used = 0, start["used"]
@@ -241,7 +240,8 @@ def add_shards(cfg, folder, files, shards):
         # into a real file, np.save writes by ndarray.tofile(), which misses a full disk
         write_whole(folder / name, lambda file: np.save(SimpleNamespace(write=file.write), tokens))
         write_whole(folder / "manifest.json", lambda file: file.write(content))
-        tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents")
+        # without its lock: Ctrl-C amid taking it would be an error of tqdm's
+        tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents", nolock=True)
         if len(shards) == cfg.max_shards:
             break
 

@@ -15,9 +15,11 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.parse
+from multiprocessing import forkserver
 from pathlib import Path
 from unittest.mock import MagicMock, patch
 
@@ -267,14 +269,21 @@ def run_python(code, *args, cwd=None, env=None, timeout=60):
     return run_command(command, cwd, ENV | {"PYTHONPATH": str(ROOT)} | (env or {}), timeout)
 
 
-def torchrun(*options, script=ROOT / "train_gpt2.py"):
-    """The beginning of a command line; the script's flags follow."""
-    return [sys.executable, "-m", "torch.distributed.run", *options, str(script)]
-
-
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["conftest", "filelock", "transformers.models.gpt2.modeling_gpt2",
                               "torch._dynamo", "train_gpt2"])  # optimizers import _dynamo
+
+
+def start_forkserver():
+    """Unless it runs: the process to fork off, which imports what takes seconds."""
+    with patch.dict(os.environ, ENV):
+        os.environ |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1",
+                       "HF_HOME": f"{tempfile.gettempdir()}/no_hf_home_{os.getpid()}"}
+        forkserver.ensure_running()
+
+
+def pytest_configure(config):
+    start_forkserver()  # it imports while pytest collects
 
 
 class Forked:
@@ -292,10 +301,8 @@ class Forked:
         words = [*flags(folder, **changes), *map(str, words)]
         self.process = FORKS.Process(target=run_forked, args=(
             self.path, words, env or {}, arrange or {}, cwd or Forked.outputs, ascii_stdout, hide))
-        with patch.dict(os.environ, ENV):  # with the first one, the process to fork off starts
-            os.environ |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-                           "HF_HUB_OFFLINE": "1", "HF_HOME": f"{Forked.outputs}/hf_home"}
-            self.process.start()
+        start_forkserver()
+        self.process.start()
         self.pid = self.process.pid
 
     def output(self, end):
@@ -327,9 +334,9 @@ class Forked:
 
 def run_forked(path, words, env, arrange, cwd, ascii_stdout, hide):
     """In the forked process: be `python train_gpt2.py <words>`."""
-    import train_gpt2 as t
     for number, end in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{path}.{end}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    import train_gpt2 as t
     if ascii_stdout:
         sys.stdout.reconfigure(encoding="ascii")
     os.environ.update(env)

@@ -110,7 +110,7 @@ def test_what_counts_as_other_code(tmp_path, monkeypatch):
                      ("import re\n", "import re  # as always\n")):
         assert old in source and checksum(source.replace(old, new, 1)) == same, old
     for old, new in (("return self.c_proj(", "return -self.c_proj("),
-                     ("state.step += 1", "state.step += 2"), ("    print0_once(", "  print0_once(")):
+                     ("state.step += 1", "state.step += 2"), ("    print0_once(", " print0_once(")):
         assert old in source and checksum(source.replace(old, new, 1)) != same, old
 
 

@@ -15,6 +15,7 @@ import resource
 import shutil
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +23,7 @@ import pytest
 import torch
 from conftest import (
     ENV, ROOT, TINY, Forked, assert_close_logs, assert_same, flags, load, one_line,
-    read_log, succeed, torchrun, two_processes, until, write_text)
+    read_log, succeed, two_processes, until, write_text)
 
 import train_gpt2 as t
 
@@ -191,8 +192,8 @@ def test_under_torchrun(place):
     abort one exit in many."""
     folder, out = place / "torchrun", place / "torchrun.out"
     (place / "exit.py").write_text(EXIT)
-    command = torchrun("--standalone", "--nproc_per_node=2", "--max-restarts=1",
-                       script=place / "exit.py")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+               "--max-restarts=1", str(place / "exit.py")]
     with open(out, "w") as file:
         job = subprocess.Popen(
             command + flags(folder, B=2, **LONG), stdout=file, stderr=subprocess.STDOUT,

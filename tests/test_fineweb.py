@@ -18,7 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT, one_line, run_python, run_script, shared, until
+from conftest import ROOT, one_line, run_script, shared, until
 
 import fineweb
 
@@ -32,7 +32,6 @@ ODD = ["<|endoftext|>", "a <|endoftext|> b <|fim_prefix|>", "\x00\x01\r\n\r", " 
        "no UTF-8 in parquet, half an emoji in JSON: \udce9.", "", None, "\n"]
 
 
-# ----------------------------------------------------------------------------------------- helpers
 def make_texts(n, seed):
     rng = random.Random(seed)
     words = "model token loss gradient Straße naïve 数据 🙂 the of and to in 3.14 x_i".split()
@@ -130,7 +129,6 @@ def whole(corpus, tmp_path_factory):
     return folder
 
 
-# -------------------------------------------------------------------------------------- the format
 def test_shards_are_what_a_naive_tokenizer_makes(whole):
     shards = [np.load(path, allow_pickle=False) for path in shards_of(whole)]
     assert all(shard.dtype == np.uint16 and shard.ndim == 1 for shard in shards)
@@ -183,7 +181,6 @@ def test_few_batches_are_in_memory_but_enough_for_every_worker(make):
         assert row == used and min(50, used + 4) <= len(taken) <= used + 6
 
 
-# ------------------------------------------------------------------------------------------- stops
 def test_stopping_early_going_on_and_a_deleted_shard(corpus, whole, tmp_path, make, monkeypatch):
     out = tmp_path / "out"
     for max_shards, n in ((2, 2), (3, 3), (3, 3), (2, 3)):
@@ -258,7 +255,6 @@ def test_killed_worker_is_a_line_not_a_hang(monkeypatch):
         list(fineweb.tokenize_all(batches, 1, signal.SIGKILL))
 
 
-# ----------------------------------------------------------------------------------------- the hub
 @pytest.fixture
 def fineweb_hub(hub, corpus):
     hub.files[DATASET] = {f"sample/10BT/{path.relative_to(corpus)}": path.read_bytes()
@@ -301,7 +297,6 @@ def test_no_network_and_what_the_hub_lacks(fineweb_hub, tmp_path):
     one_line(done.stderr, "deeper.parquet/d.parquet cannot be read from row 1 on", "continues")
 
 
-# --------------------------------------------------------------------------------------- bad input
 @pytest.mark.parametrize("change, says", [
     ({"shard_siz": 5}, "unrecognized arguments: --shard_siz"), ({"shard_size": 99}, "=99: .*1025"),
     ({"nprocs": "1.5"}, "nprocs=1.5 .*a whole number"),
@@ -397,11 +392,6 @@ def test_files_are_on_the_disk_and_verified_before_their_names(corpus, tmp_path,
 def test_a_disk_without_locks(corpus, tmp_path, make, monkeypatch, error, says):
     monkeypatch.setattr("filelock.FileLock.acquire", Mock(side_effect=error))
     assert f"cannot be locked {says}: no" in make(corpus, tmp_path / "new", max_shards=2).out
-
-
-def test_importing_does_nothing_and_loads_nothing_heavy():
-    done = run_python("import sys, fineweb; print({'torch', 'pyarrow', 'fsspec'} & {*sys.modules})")
-    assert (done.stdout, done.stderr) == ("set()\n", "")
 
 
 @dataclasses.dataclass

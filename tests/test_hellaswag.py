@@ -44,17 +44,14 @@ def prepare(questions, model):
     return hellaswag.prepare(questions, model, encode)
 
 
-def init(model):
-    """Large random weights, so that a wrong position or mask shows."""
+def gpt(n_vocab=VOCAB, block_size=64):
+    """With large random weights, so that a wrong position or mask shows."""
     torch.manual_seed(0)
+    model = GPT(GPTConfig(block_size=block_size, vocab_size=n_vocab + 20, n_layer=2, n_head=2,
+                          n_embd=32, n_vocab=n_vocab))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
     return model
-
-
-def gpt(n_vocab=VOCAB, block_size=64):
-    return init(GPT(GPTConfig(block_size=block_size, vocab_size=n_vocab + 20, n_layer=2, n_head=2,
-                              n_embd=32, n_vocab=n_vocab)))
 
 
 def logits_of(model):
@@ -321,9 +318,10 @@ def test_bad_models_are_one_line(tmp_path, folder, main, monkeypatch, capsys):
 
 
 def test_importing_does_nothing_and_a_mistake_is_one_line(tmp_path):
-    code = ("import sys, train_gpt2, hellaswag; sys.argv = ['hellaswag.py', '--limit', 'many']\n"
+    code = ("import sys, runpy, fineweb; print({'torch', 'pyarrow', 'fsspec'} & {*sys.modules})\n"
+            "import train_gpt2, hellaswag; sys.argv = ['hellaswag.py', '--limit', 'many']\n"
             "print({'transformers', 'datasets', 'huggingface_hub', 'pyarrow', 'matplotlib'} & "
-            "set(sys.modules))\nhellaswag.main()")
+            "set(sys.modules))\nrunpy.run_path(hellaswag.__file__, run_name='__main__')")
     done = run_python(code, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (1, "set()\n") and not list(tmp_path.iterdir())
+    assert (done.returncode, done.stdout) == (1, "set()\nset()\n") and not list(tmp_path.iterdir())
     one_line(done.stderr, "many", "--help")

@@ -37,18 +37,19 @@ def test_quick_start_and_then_the_real_thing(tmp_path, monkeypatch):
     """Beside what a fineweb.py that failed left; with shards, the same command trains on those."""
     save_shards(tmp_path / "edu_fineweb10B", train=0)
     (tmp_path / "edu_fineweb10B" / ".lock").touch()
-    shorter = ["--max_steps=25", "--eval_every=25", "--sample_every=25", "--val_tokens=4096"]
+    shorter = ["--max_steps=15", "--eval_every=15", "--sample_every=15", "--val_tokens=4096",
+               "--sample_tokens=50"]
     done = run_script("train_gpt2.py", *shorter, "--device=cpu", cwd=tmp_path, env=ENV)
     assert (done.returncode, done.stderr) == (0, "")
     start, first_lines, *_ = done.stdout.split("\n\n")
     assert start.startswith("Quick start") and "python fineweb.py" in start
-    assert "SMALL" in first_lines and "n_layer=3" in first_lines and "max_steps=25" in first_lines
-    assert re.findall(r"^ +(\d+)/25 loss", done.stdout, re.M) == ["0", "10", "20"]
-    assert done.stdout.count("--- sample at step 25") == done.stdout.count("--- sample") == 1
+    assert "SMALL" in first_lines and "n_layer=3" in first_lines and "max_steps=15" in first_lines
+    assert re.findall(r"^ +(\d+)/15 loss", done.stdout, re.M) == ["0", "10"]
+    assert done.stdout.count("--- sample at step 15") == done.stdout.count("--- sample") == 1
     assert "--sample=3 --log_dir=log_small" in done.stdout
     values = read_log(tmp_path / "log_small")
-    assert set(values) == {(0, "val"), (25, "val"), *((step, "train") for step in range(25))}
-    assert values[25, "val"] < 3.2 < values[0, "val"]
+    assert set(values) == {(0, "val"), (15, "val"), *((step, "train") for step in range(15))}
+    assert values[15, "val"] < 3.5 < values[0, "val"]
     save_shards(tmp_path / "edu_fineweb10B")
     monkeypatch.chdir(tmp_path)
     cfg, lines = t.choose_settings({})  # of the same command
@@ -75,7 +76,8 @@ def test_a_text_gets_small_and_a_folder_config_and_flags_win(tmp_path, monkeypat
 def test_an_edited_copy_of_the_script_trains_with_its_constants(tmp_path):
     """The command has no flags. The comments of what was edited are gone, or have one space."""
     save_shards(tmp_path / "edu_fineweb10B")
-    (tmp_path / "transformers.py").write_text("raise ImportError")  # which takes seconds
+    for name in ("transformers.py", "matplotlib.py"):  # which take seconds
+        (tmp_path / name).write_text("raise ImportError")
     source = (ROOT / "train_gpt2.py").read_text()
     for name, value in (TINY | dict(max_steps=2e0, compile=False, val_tokens=512)).items():
         line = re.compile(rf"^(    {name}: [^=]+ =) .*", re.M)
@@ -100,12 +102,15 @@ def test_two_processes_are_the_same_training(folder, optimizer):
 
 
 def test_gradients_travel_in_grad_comm(monkeypatch):
-    """bfloat16 halves their traffic."""
+    """bfloat16 halves their traffic. One bucket for all would leave after backward only; small
+    ones cut a compiled model into many graphs."""
     hook = "torch.distributed.algorithms.ddp_comm_hooks.default_hooks.bf16_compress_hook"
     monkeypatch.setattr(hook, compress := mock.Mock())
     monkeypatch.setattr(t, "DDP", DDP := mock.Mock())
     monkeypatch.setattr(t, "world_size", lambda: 2)
-    assert t.wrap_ddp(small(), t.Config()) is DDP() and not DDP().register_comm_hook.called
+    model = small()
+    assert t.wrap_ddp(model, t.Config()) is DDP() and not DDP().register_comm_hook.called
+    assert mock.call(model, gradient_as_bucket_view=True, bucket_cap_mb=100) in DDP.mock_calls
     t.wrap_ddp(small(), t.Config(grad_comm="bfloat16"))
     DDP().register_comm_hook.call_args.args[1](None, "bucket")
     compress.assert_called_once_with(None, "bucket")
@@ -179,32 +184,6 @@ def test_a_compiler_that_fails_is_not_needed(monkeypatch, capsys):
         t.main()
     assert capsys.readouterr().err.endswith("--compile=False does without compiling.\n")
     assert set_up().thread.__exit__.called and end.call_args.args == (1,)
-
-
-EARLY = """
-import os, torch, train_gpt2 as t
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-t.dist.init_process_group("gloo", init_method=os.environ["STORE"], rank=0, world_size=1)
-t.world_size, order = lambda: 2, []
-raw_model = t.GPT(t.GPTConfig(block_size=16, vocab_size=384, n_layer=6, n_head=4, n_embd=768))
-raw_model.compile(backend="aot_eager")  # all of torch.compile but the C++ compiler
-ddp_model = t.wrap_ddp(raw_model, t.Config())
-ddp_model.register_comm_hook(
-    None, lambda _, bucket: order.append("bucket") or allreduce_hook(None, bucket))
-for p in raw_model.parameters():
-    p.register_post_accumulate_grad_hook(lambda p: order.append("gradient"))
-idx = torch.zeros(1, 16, dtype=torch.int64)
-for _ in range(2):
-    order.clear()
-    ddp_model(idx, idx, return_logits=False)[1].backward()
-print(order.index("bucket") < 0.7 * len(order), order.count("bucket") >= 2)
-"""
-
-
-def test_gradients_leave_while_backward_still_runs(tmp_path):
-    """Compiled too: DDP's buckets go out between the layers' gradients, not after the last."""
-    done = run_python(EARLY, env={"STORE": f"file://{tmp_path}/store"})
-    assert done.stdout.split() == ["True"] * 2, done.stderr
 
 
 MISTAKES = {  # name: (constants that differ, what the line must hold)
