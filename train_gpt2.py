@@ -99,7 +99,7 @@ class Config:
     grad_comm: Literal["float32", "bfloat16"] = "float32"  # of gradients between GPUs
 
 
-# For a text file: a small GPT on bytes, for two CPU cores. A larger one wants a lower max_lr
+# For a text file: a small GPT on bytes, for two CPU cores.
 SMALL = dict(
     encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3, n_head=4, n_embd=128,
     optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
@@ -262,13 +262,13 @@ class DataLoaderLite:
 
     Row i of a shard is its tokens i * T ... (i + 1) * T: T inputs, and the last target, with
     which the next row begins. Row numbers go on for ever: an epoch visits each row once, in file
-    order or in one drawn from (seed, epoch).
+    order or in one drawn from (seed, epoch). With recut, a later epoch's rows begin earlier.
     """
 
-    def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16):
+    def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         """shards: paths of .npy files, or arrays of token ids (N,)."""
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
-        self.seed, self.shuffle = seed, shuffle
+        self.seed, self.shuffle, self.recut = seed, shuffle, recut
         self.lengths = [len(open_shard(shard)) for shard in shards]
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
@@ -288,7 +288,8 @@ class DataLoaderLite:
         rows = int(self.rows_in_shard[number])           # 3
         begin = int(ends[i]) - rows                      # 4
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        return number, int(row_order[row - begin]) * self.T
+        shift = permutation(True, self.T, self.seed)[epoch % self.T] if self.recut and epoch else 0
+        return number, max(0, int(row_order[row - begin]) * self.T - int(shift))
 
     def read(self, row, B):
         """B rows from number `row` on: (B, T + 1) int64, as torch has no uint16 math."""
@@ -356,8 +357,7 @@ def newton_schulz(G):
     X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     for steps in (3, 2):
         A = X @ X.mT
-        P = polynomial(A)
-        Q = P
+        Q = P = polynomial(A)
         for _ in range(steps - 1):
             A = P @ A @ P
             P = polynomial(A)
@@ -392,12 +392,14 @@ class Muon(torch.optim.Optimizer):
             by_shape = defaultdict(list)  # equal matrices of all layers are a batch
             for p in group["params"]:
                 by_shape[p.shape].append(p)
-            for shape, params in by_shape.items():
-                grads = [self.smoothed_gradient(p, group["momentum"]) for p in params]
-                updates = newton_schulz(torch.stack(grads))
+            for (rows, columns), params in by_shape.items():
+                grads = torch.stack([self.smoothed_gradient(p, group["momentum"]) for p in params])
+                if rows == 3 * columns:  # taken for query, key and value, a matrix each
+                    rows = columns
+                updates = newton_schulz(grads.view(-1, rows, columns)).reshape(grads.shape)
                 for p, update in zip(params, updates):
                     p.mul_(1 - lr * group["weight_decay"])
-                    p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(shape)))
+                    p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(rows, columns)))
 
 
 def configure_optimizers(raw_model, cfg, dtype=torch.float32):
@@ -423,7 +425,6 @@ class State:
     """All that the coming steps depend on, besides the constants and the data.
 
     raw_model, the GPT, is compiled in place: raw_model(x) runs compiled, .generate(x) does not.
-    Run.ddp_model is raw_model in DDP, or with one process raw_model.
     """
     raw_model: nn.Module
     optimizers: list
@@ -455,18 +456,18 @@ class Run:
     state: State
     device: torch.device
     encoding: tiktoken.Encoding
-    ddp_model: nn.Module
+    ddp_model: nn.Module          # raw_model; with several processes, in DDP
     autocast: partial             # a context, products in dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
-    fingerprint: str              # of the data, the same when a run continues
-    hellaswag: object             # a function that returns acc_norm, or None
-    signal: threading.Event       # set if Ctrl-C or SIGTERM came to this process
+    fingerprint: str              # of the data
+    hellaswag: object             # what hellaswag_scorer() returns
+    signal: threading.Event       # Ctrl-C or SIGTERM came to this process
     log: "Log"                    # log.txt, on rank 0
     thread: ThreadPoolExecutor    # saves, and draws curves
     saving: Future                # the last save; its result is its step, or -1
-    drawing: Future               # the last drawing of curves.png
-    stopping: bool = False        # whether a signal came to any process before the last step
+    drawing: Future               # the last one
+    stopping: bool = False        # a signal came to a process, before the last step
 
 
 @torch.no_grad()
@@ -500,7 +501,7 @@ def train_step(run):
     ddp_model.train()
     for micro_step in range(micro_steps):
         row = first_row(cfg, state.step, micro_step)
-        # What is random from here on, as dropout, is decided by the row, too
+        # What is random below, as dropout, follows from the row, too
         torch.manual_seed(int(np.random.SeedSequence((cfg.seed, row)).generate_state(1)[0]))
         x, y = run.train_loader.batch(row, cfg.B, run.device)
         # DDP averages the gradients over the processes during backward, which only the last
@@ -512,10 +513,9 @@ def train_step(run):
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds to the gradients. The loss is a mean over B rows: divided by the
-            # number of micro-steps, the gradients add up to that of the mean over all rows.
-            loss = loss / micro_steps
-            state.scaler.scale(loss).backward()
-        mean_loss += loss.detach()
+            # number of micro-steps, they add up to the gradient of the mean over all rows.
+            state.scaler.scale(loss / micro_steps).backward()
+        mean_loss += loss.detach() / micro_steps
     ddp_model.eval()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
@@ -684,7 +684,7 @@ def padded(n_vocab):
 
 
 def find_shards(folder):
-    """Paths of a folder's shards to train on, and of those to validate on."""
+    """Paths of shards to train on, and of those to validate on."""
     return sorted(Path(folder).glob("*_train_*.npy")), sorted(Path(folder).glob("*_val_*.npy"))
 
 
@@ -713,8 +713,8 @@ def open_data(cfg, encoding):
         train, val = [tokens[:cut]], [tokens[cut:]]
     elif open_shard(val[0])[:4096].max() < 257 < encoding.n_vocab:
         raise UserError(f"{cfg.data} needs --encoding=bytes.")
-    train_loader = DataLoaderLite(train, cfg.T, seed=cfg.seed, shuffle=cfg.shuffle,
-                                  n_vocab=encoding.n_vocab)
+    train_loader = DataLoaderLite(train, cfg.T, cfg.seed, cfg.shuffle, encoding.n_vocab,
+                                  recut=cfg.shuffle and Path(cfg.data).is_file())
     val_loader = DataLoaderLite(val, cfg.T, n_vocab=encoding.n_vocab)
     if not (train_loader.rows_per_epoch and val_loader.rows_per_epoch):
         raise UserError(f"{cfg.data} is too short for T={cfg.T}: more text, or a lower --T.")
@@ -737,13 +737,11 @@ def save(run):
     """Begin to save; training waits only until the state is copied."""
     if rank() != 0:
         return
-    last_saved = run.saving.result()  # waits for the save before this one
-    if last_saved != run.state.step:
+    if run.saving.result() != run.state.step:  # waits for the save before this one
         run.log.sync()
-        content = run.state.state_dict() | {  # plain tensors and values, for weights_only=True
+        content = copy_to_host(run.state.state_dict() | {  # plain, for weights_only=True
             "encoding": run.cfg.encoding, "constants": asdict(run.cfg), "data": run.fingerprint,
-            "code": code_checksum()}
-        content = copy_to_host(content, copies={})
+            "code": code_checksum()}, copies={})
         run.saving = run.thread.submit(write_checkpoint, content, run.cfg)
 
 
@@ -756,7 +754,7 @@ def copy_to_host(content, copies):
     if not torch.is_tensor(content):
         return content
     key = (content.data_ptr(), content.shape)
-    if key not in copies:  # torch keeps pinned memory that was freed for the next save
+    if key not in copies:  # torch keeps freed pinned memory for the next save
         copies[key] = torch.empty_like(content, device="cpu", pin_memory=content.is_cuda)
         copies[key].copy_(content)
     return copies[key]
@@ -778,8 +776,7 @@ def write_checkpoint(content, cfg):
         return -1
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
     found = find_checkpoints(cfg.log_dir)
-    earlier = [old for old in found if old < step]
-    for old in earlier[1:]:  # two remain, in case the newest turns out to be damaged
+    for old in [old for old in found if old < step][1:]:  # two stay: the newest may be damaged
         if not cfg.keep_every or old % cfg.keep_every:
             with contextlib.suppress(OSError):
                 found[old].unlink()
@@ -968,7 +965,7 @@ def draw_curves(folder):
         write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
     except ImportError:
         pass
-    except Exception as e:  # whatever it is, training goes on
+    except Exception as e:  # training goes on
         print0_once(f"curves.png is not drawn: {first_line(e)}")
 
 
@@ -1082,7 +1079,7 @@ def load_hugging_face(name, **constants):
             raise ValueError(f"{min(strangers)} is not in both models")
         for key, p in target.items():
             weight = source[key].t() if key.endswith(TRANSPOSED) else source[key]
-            p[:len(weight)] = weight  # the embedding has more rows here: padding
+            p[:len(weight)] = weight  # the embedding is padded here
         check_same_function(raw_model, hf)
     except Exception as e:  # files and networks may raise anything
         raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}).") from None
@@ -1092,7 +1089,7 @@ def load_hugging_face(name, **constants):
 def save_hugging_face(raw_model, folder, encoding=None):
     """Write a folder that transformers loads, if it computes the same; with its tokenizer."""
     import transformers
-    c, end_of_text = raw_model.config, raw_model.config.n_vocab - 1  # the last id
+    c, end_of_text = raw_model.config, raw_model.config.n_vocab - 1
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
         n_embd=c.n_embd, bos_token_id=end_of_text, eos_token_id=end_of_text,
@@ -1127,7 +1124,7 @@ def hugging_face_tokenizer(encoding, context):
     scores = {token: -i for token, i in ids.items()}  # what has the lowest id is joined first
     tokenizer = GPT2Tokenizer(vocab=ids, merges=generate_merges(ids, scores),
                               model_max_length=context, clean_up_tokenization_spaces=False)
-    text = Path(__file__).read_text(encoding="utf-8")  # has words, numbers, marks, indents
+    text = Path(__file__).read_text(encoding="utf-8")
     if tokenizer.backend_tokenizer.encode(text).ids != encoding.encode_ordinary(text):
         raise ValueError(f"it has no {encoding.name} tokenizer")
     return tokenizer
@@ -1194,8 +1191,8 @@ def set_up(cfg, device):
     if rank() == 0:
         lock = lock_folder(cfg.log_dir)
         path = newest_checkpoint(cfg.log_dir)
-    path, saved = from_rank_0(path), {}  # a shared disk may show ranks different newest files
-    if path:  # not mapped on a CPU, where AdamW keeps the very tensors that it is given
+    path, saved = from_rank_0(path), {}  # a shared disk may show ranks different files
+    if path:  # not mapped on a CPU: there AdamW keeps the very tensors it is given
         saved = read_checkpoint(path, mmap=device.type != "cpu")
         check_same_training(saved, cfg, fingerprint)
     raw_model = build_model(cfg, encoding, saved).to(device)
@@ -1264,7 +1261,7 @@ def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
     try:
-        code_checksum()  # of this file as it is now
+        code_checksum()
         cfg, lines = choose_settings(parse_flags(Config, __doc__, SMALL))
         device = pick_device(cfg.device)
         if "RANK" in os.environ:

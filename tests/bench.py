@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 import traceback
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -34,8 +35,7 @@ sys.path.insert(0, str(ROOT))
 import hellaswag as h  # noqa: E402
 import train_gpt2 as t  # noqa: E402
 
-BENCHES = ("reference", "quick_start", "step", "ladder", "memory", "save", "tokenize", "hellaswag",
-           "muon")
+BENCHES = "reference quick_start step ladder memory save tokenize hellaswag muon".split()
 SITTING = {  # what to run where a GPU is at hand for 45 minutes: its minutes at most, its command
     "tests": (7, "-m pytest -q -rs {root}/tests"), "first_run": (3, "{root}/train_gpt2.py"),
     **{name: (5, f"{{root}}/tests/bench.py {name}")
@@ -277,48 +277,48 @@ def reference():
 
 
 # ---------------------------------------------------------------------------- optimizers
-# Steps, max_lr of AdamW and of Muon, what differs from SMALL, whose Muon alone is tuned so far
+# Steps of AdamW, its max_lr and Muon's, each the best of a grid, and what differs from SMALL
 SIZES = {
-    "3 x 128, input.txt": (1300, 4e-3, 7e-3, {}),
-    "4 x 192, FineWeb": (600, 4e-3, 5e-3, dict(n_layer=4, n_head=6, n_embd=192, T=128, B=16)),
-    "6 x 256, FineWeb": (400, 3e-3, 4e-3, dict(n_layer=6, n_head=8, n_embd=256, T=128, B=16))}
+    "3 x 128, input.txt": (400, 4e-3, 7e-3, dict(data=str(ROOT / "input.txt"))),
+    "4 x 192, FineWeb": (250, 2e-3, 7e-3, dict(n_layer=4, n_head=6, n_embd=192, T=128, B=16)),
+    "6 x 256, FineWeb": (160, 1.5e-3, 5e-3, dict(n_layer=6, n_head=8, n_embd=256, T=128, B=16))}
 
 
 def trained(**changes):
-    """The validation loss at the end of a training on a CPU, and its median seconds a step."""
+    """On one thread: the validation loss at the end, and the median seconds of a step."""
+    torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         cfg = t.Config(**t.SMALL | dict(log_dir=folder, device="cpu") | changes)
         run = t.set_up(cfg, t.pick_device("cpu"))
-        with run.thread:
-            seconds = [seconds_of(t.train_step, run) for _ in range(cfg.max_steps)]
-            return t.validation_loss(run, run.val_loader), statistics.median(seconds)
+        seconds = [seconds_of(t.train_step, run) for _ in range(cfg.max_steps)]
+        return t.validation_loss(run, run.val_loader), statistics.median(seconds)
 
 
 def muon_against_adamw(steps, adamw_lr, muon_lr, **size):
     """The loss where AdamW ends; Muon's share of its tokens for that, and of a step's time."""
-    goal, adamw_s = measure("trained", max_steps=steps, optimizer="adamw", max_lr=adamw_lr, **size)
-    at_40, muon_s = measure("trained", max_steps=steps * 4 // 10, max_lr=muon_lr, **size)
-    at_60, _ = measure("trained", max_steps=steps * 6 // 10, max_lr=muon_lr, **size)
-    way = (at_40 - goal) / (at_40 - at_60)  # in between, the loss is linear in log(tokens)
-    return goal, 0.4 * (0.6 / 0.4) ** way, muon_s / adamw_s
+    sides = [dict(optimizer="adamw", max_lr=adamw_lr, max_steps=steps),
+             *(dict(max_lr=muon_lr, max_steps=int(steps * part)) for part in (0.3, 0.5))]
+    with ThreadPoolExecutor(2) as pool:  # AdamW beside Muon's two runs
+        (goal, adamw_s), (at_30, muon_s), (at_50, _) = pool.map(
+            lambda side: measure("trained", **size, **side), sides)
+    way = (at_30 - goal) / (at_30 - at_50)  # in between, the loss is linear in log(tokens)
+    return goal, 0.3 * (0.5 / 0.3) ** way, muon_s / adamw_s
 
 
 def muon():
     """The share of AdamW's tokens with which Muon comes to the loss where AdamW ends."""
-    rows, fineweb = [], SHARED / "fineweb_standin"
+    rows, source = [], SHARED / "fineweb_standin"
     with tempfile.TemporaryDirectory() as shards:
-        subprocess.run([sys.executable, ROOT / "fineweb.py", f"--source={fineweb}",
+        subprocess.run([sys.executable, ROOT / "fineweb.py", f"--source={source}",
                         f"--local_dir={shards}", "--encoding=bytes", "--shard_size=2000000"],
                        check=True, stdout=subprocess.DEVNULL)
         for name, (*settings, size) in SIZES.items():
-            data = str(ROOT / "input.txt") if "input" in name else shards
-            losses, shares, times = zip(*(
-                muon_against_adamw(*settings, data=data, seed=seed, **size) for seed in (1, 2, 3)))
+            losses, shares, times = zip(*(muon_against_adamw(
+                *settings, seed=seed, **{"data": shards} | size) for seed in (1, 2, 3)))
             rows.append((name, settings[0], f"{statistics.mean(losses):.4f}",
-                         f"{statistics.mean(shares):.0%}", f"{min(shares):.0%}-{max(shares):.0%}",
+                         f"{statistics.mean(shares):.0%} ({min(shares):.0%}-{max(shares):.0%})",
                          f"{statistics.median(times):.2f}"))
-    table(("blocks x width, text", "steps of AdamW", "its loss", "Muon's share of these tokens",
-           "over three seeds", "Muon's step / AdamW's"), rows)
+    table(("size", "AdamW's steps", "its loss", "Muon's share of them", "its step / AdamW's"), rows)
 
 
 # ------------------------------------------------------------------------ memory, saving

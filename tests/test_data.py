@@ -38,6 +38,14 @@ def test_an_epoch_is_every_row_once(tmp_path, shuffle):
     assert isinstance(loader.tokens, np.memmap)  # each process would hold 200 MB otherwise
 
 
+def test_later_epochs_cut_a_text_at_other_places():
+    loader = t.DataLoaderLite([np.arange(1000, dtype=np.uint16)], T, 3, shuffle=True, recut=True)
+    epochs = [np.sort(loader.read(epoch * 124, 124)[:, 0]) for epoch in range(4)]
+    assert [*epochs[0]] == [*range(0, 992, T)]
+    assert all((np.diff(starts[1:]) == T).all() for starts in epochs)
+    assert len({starts[1] for starts in epochs}) > 2
+
+
 def test_the_order_never_changes_between_versions(tmp_path):
     """A run begun with an older NumPy or an older copy of the script continues with its rows."""
     loader = t.DataLoaderLite(shards(tmp_path), T, seed=1337, shuffle=True)
@@ -113,7 +121,7 @@ def test_each_loader_has_its_order(tmp_path, monkeypatch):
     for loader in (train, val):
         assert [path.stem[-1] for path in loader.shards] == list("0123")
     assert (train.seed, train.shuffle, val.shuffle) == (7, True, False)
-    assert train.n_vocab == val.n_vocab == 990
+    assert train.n_vocab == val.n_vocab == 990 and not train.recut
     cfg.shuffle = False
     assert t.open_data(cfg, encoding)[0].shuffle is False
 
@@ -161,6 +169,9 @@ def test_a_text_keeps_every_byte_and_its_last_tenth_for_validation(tmp_path, gpt
     (tmp_path / "a.txt").write_bytes(text)
     train, val = t.open_data(t.Config(data=f"{tmp_path}/a.txt", T=T), t.get_encoding("bytes"))
     assert (bytes([*train.shards[0]]), bytes([*val.shards[0]])) == (text[:900], text[900:])
+    assert train.recut and not val.recut
+    in_order = t.Config(data=f"{tmp_path}/a.txt", T=T, shuffle=False)
+    assert not t.open_data(in_order, t.get_encoding("bytes"))[0].recut
     train, val = t.open_data(t.Config(data=f"{tmp_path}/a.txt", T=T), gpt2_encoding)
     tokens = gpt2_encoding.encode_ordinary(text.decode())
     assert [*train.shards[0], *val.shards[0]] == tokens

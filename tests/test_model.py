@@ -158,8 +158,8 @@ def stub_run(model, cfg, rows, optimizers=None, float16=False):
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_batch_can_be_overfitted(optimizer):
-    cfg = t.Config(optimizer=optimizer, weight_decay=0.0, max_lr=3e-3, min_lr=3e-4, T=32, B=4,
-                   total_batch_size=128, warmup_steps=5, max_steps=250)
+    cfg = t.Config(optimizer=optimizer, weight_decay=0.0, max_lr=1e-2, min_lr=1e-3, T=32, B=4,
+                   total_batch_size=128, warmup_steps=5, max_steps=80)
     run = stub_run(small(n_embd=64), cfg, ids(T=33))
     for _ in range(cfg.max_steps):
         loss, _ = t.train_step(run)
@@ -232,6 +232,18 @@ def test_our_muon_is_torchs(dtype, tolerance):
         b.step()
     for p, q in zip(ours, copies, strict=True):
         assert (p - q).norm() / q.norm() < tolerance
+
+
+def test_muon_takes_query_key_and_value_apart():
+    """In one matrix, the largest gradient, which is value's, would leave little of the others."""
+    def after_a_step(grad):
+        p = torch.nn.Parameter(torch.ones_like(grad))
+        p.grad = grad
+        t.Muon([p], lr=0.1, weight_decay=0.1).step()
+        return p
+    grad = torch.randn(72, 24, generator=seeded())
+    grad[48:] *= 100
+    torch.testing.assert_close(after_a_step(grad), torch.cat([*map(after_a_step, grad.chunk(3))]))
 
 
 def test_newton_schulz_makes_singular_values_one():
