@@ -281,7 +281,7 @@ def reference():
 SIZES = {
     "3 x 128, input.txt": (400, 4e-3, 7e-3, dict(data=str(ROOT / "input.txt"))),
     "4 x 192, FineWeb": (250, 2e-3, 7e-3, dict(n_layer=4, n_head=6, n_embd=192, T=128, B=16)),
-    "6 x 256, FineWeb": (160, 1.5e-3, 5e-3, dict(n_layer=6, n_head=8, n_embd=256, T=128, B=16))}
+    "6 x 256, FineWeb": (120, 1.5e-3, 7e-3, dict(n_layer=6, n_head=8, n_embd=256, T=128, B=16))}
 
 
 def trained(**changes):

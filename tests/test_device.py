@@ -36,7 +36,7 @@ def test_auto_is_the_fastest_device_that_processes_can_share(monkeypatch):
 @pytest.mark.parametrize("name, tflops", [
     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
     ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA GeForce RTX 4090", 165),
-    ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65), ("NVIDIA T400", 0)])
+    ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65), ("NVIDIA T400", 0), ("NVIDIA H100 NVL", 835)])
 def test_peak_of_each_gpu(monkeypatch, name, tflops):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     assert t.peak_flops(torch.device("cuda")) == tflops * 1e12
