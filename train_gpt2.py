@@ -288,8 +288,8 @@ class DataLoaderLite:
         rows = int(self.rows_in_shard[number])           # 3
         begin = int(ends[i]) - rows                      # 4
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        shift = permutation(True, self.T, self.seed)[epoch % self.T] if self.recut and epoch else 0
-        return number, max(0, int(row_order[row - begin]) * self.T - int(shift))
+        earlier = int(0.618 * epoch * self.T) % self.T if self.recut else 0  # 0, then far apart
+        return number, max(0, int(row_order[row - begin]) * self.T - earlier)
 
     def read(self, row, B):
         """B rows from number `row` on: (B, T + 1) int64, as torch has no uint16 math."""
