@@ -44,6 +44,10 @@ def test_later_epochs_cut_a_text_at_other_places():
     assert [*epochs[0]] == [*range(0, 992, T)]
     assert all((np.diff(starts[1:]) == T).all() for starts in epochs)
     assert [starts[1] for starts in epochs] == [8, 4, 7, 2]  # far apart
+    cfg = t.Config(data=t.__file__, T=T)
+    for cfg.shuffle in (True, False):
+        train, val = t.open_data(cfg, t.get_encoding("bytes"))
+        assert (train.recut, val.recut) == (cfg.shuffle, False)
 
 
 def test_the_order_never_changes_between_versions(tmp_path):
@@ -169,9 +173,6 @@ def test_a_text_keeps_every_byte_and_its_last_tenth_for_validation(tmp_path, gpt
     (tmp_path / "a.txt").write_bytes(text)
     train, val = t.open_data(t.Config(data=f"{tmp_path}/a.txt", T=T), t.get_encoding("bytes"))
     assert (bytes([*train.shards[0]]), bytes([*val.shards[0]])) == (text[:900], text[900:])
-    assert train.recut and not val.recut
-    in_order = t.Config(data=f"{tmp_path}/a.txt", T=T, shuffle=False)
-    assert not t.open_data(in_order, t.get_encoding("bytes"))[0].recut
     train, val = t.open_data(t.Config(data=f"{tmp_path}/a.txt", T=T), gpt2_encoding)
     tokens = gpt2_encoding.encode_ordinary(text.decode())
     assert [*train.shards[0], *val.shards[0]] == tokens
