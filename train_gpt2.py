@@ -99,7 +99,7 @@ class Config:
     grad_comm: Literal["float32", "bfloat16"] = "float32"  # of gradients between GPUs
 
 
-# For a text file: a small GPT on bytes, for two CPU cores.
+# For a text file: a small GPT on bytes, for two CPU cores
 SMALL = dict(
     encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3, n_head=4, n_embd=128,
     optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
@@ -306,7 +306,7 @@ class DataLoaderLite:
     def batch(self, row, B, device=torch.device("cpu")):
         """The same rows on a device: inputs x and targets y, the tokens after them, (B, T)."""
         rows = torch.from_numpy(self.read(row, B))
-        if device.type == "cuda":  # from pinned memory, the copy does not hold up the host
+        if device.type == "cuda":  # from pinned memory, the copy holds nothing up
             rows = rows.pin_memory()
         rows = rows.to(device, non_blocking=device.type == "cuda")
         return rows[:, :-1], rows[:, 1:]
@@ -390,11 +390,11 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             lr = group["lr"]
             by_shape = defaultdict(list)  # equal matrices of all layers are a batch
-            for p in group["params"]:
-                by_shape[p.shape].append(p)
-            for (rows, columns), params in by_shape.items():
+            for name, p in zip(group["param_names"], group["params"]):
+                by_shape[(*p.shape, "c_attn" in name)].append(p)
+            for (rows, columns, qkv), params in by_shape.items():
                 grads = torch.stack([self.smoothed_gradient(p, group["momentum"]) for p in params])
-                if rows == 3 * columns:  # taken for query, key and value, a matrix each
+                if qkv and rows == 3 * columns:  # a matrix each
                     rows = columns
                 updates = newton_schulz(grads.view(-1, rows, columns)).reshape(grads.shape)
                 for p, update in zip(params, updates):
@@ -404,8 +404,9 @@ class Muon(torch.optim.Optimizer):
 
 def configure_optimizers(raw_model, cfg, dtype=torch.float32):
     """[AdamW], or [AdamW, Muon], where Muon has the matrices in the blocks."""
-    for_muon = set(raw_model.transformer.h.parameters()) if cfg.optimizer == "muon" else set()
-    matrices = [p for p in raw_model.parameters() if p.dim() >= 2 and p in for_muon]
+    blocks = raw_model.transformer.h.named_parameters() if cfg.optimizer == "muon" else []
+    matrices = [(name, p) for name, p in blocks if p.dim() >= 2]
+    for_muon = {p for _, p in matrices}
     decayed = [p for p in raw_model.parameters() if p.dim() >= 2 and p not in for_muon]
     # biases and gains do not decay: towards 0 they would only distort the model
     plain = [p for p in raw_model.parameters() if p.dim() < 2]
@@ -501,7 +502,7 @@ def train_step(run):
     ddp_model.train()
     for micro_step in range(micro_steps):
         row = first_row(cfg, state.step, micro_step)
-        # What is random below, as dropout, follows from the row, too
+        # What is random below, as dropout, follows from the row
         torch.manual_seed(int(np.random.SeedSequence((cfg.seed, row)).generate_state(1)[0]))
         x, y = run.train_loader.batch(row, cfg.B, run.device)
         # DDP averages the gradients over the processes during backward, which only the last
@@ -732,7 +733,7 @@ def fingerprint_of(loader):
     return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
 
 
-# ---- checkpoints, the log folder: against kills, full disks, damaged files, and other runs
+# ---- checkpoints, the log folder: against kills, full disks, damaged files, other runs
 def save(run):
     """Begin to save; training waits only until the state is copied."""
     if rank() != 0:
@@ -761,7 +762,7 @@ def copy_to_host(content, copies):
 
 
 def write_checkpoint(content, cfg):
-    """Write, verify, rename. Returns the step, or -1 if that failed."""
+    """Write, verify, rename. Returns the step, or -1 if it failed."""
     step, start = content["step"], time.perf_counter()
     path = Path(cfg.log_dir, f"checkpoint_{step:05d}.pt")
     try:
@@ -922,7 +923,7 @@ def finish(run):
 def report_step(run, loss, norm, start):
     """Report the step that began at time `start`; this waits for the GPU."""
     cfg, step = run.cfg, run.state.step - 1
-    stop = torch.full_like(loss, run.signal.is_set())  # on the device: a copy to it would wait
+    stop = torch.full_like(loss, run.signal.is_set())  # on the device: a copy would wait
     numbers = sum_over_ranks(torch.stack((loss, norm, stop))) / world_size()
     loss, norm, stop = numbers.tolist()
     run.stopping = stop > 0
@@ -952,7 +953,7 @@ def report(run, step, stream, value, label="", more=""):
 
 
 def draw(run):
-    """Draw the curves in the background. Of drawings, only the newest waits for its turn."""
+    """Draw the curves in the background. Of drawings, only the newest waits its turn."""
     if rank() == 0:
         run.drawing.cancel()
         run.drawing = run.thread.submit(draw_curves, run.cfg.log_dir)
@@ -1192,7 +1193,7 @@ def set_up(cfg, device):
         lock = lock_folder(cfg.log_dir)
         path = newest_checkpoint(cfg.log_dir)
     path, saved = from_rank_0(path), {}  # a shared disk may show ranks different files
-    if path:  # not mapped on a CPU: there AdamW keeps the very tensors it is given
+    if path:  # not mapped on a CPU: there AdamW keeps the tensors it is given
         saved = read_checkpoint(path, mmap=device.type != "cpu")
         check_same_training(saved, cfg, fingerprint)
     raw_model = build_model(cfg, encoding, saved).to(device)

@@ -217,9 +217,9 @@ def test_every_parameter_has_its_place_in_the_optimizers(optimizer):
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 0.02), (torch.bfloat16, 0.08)])
 def test_our_muon_is_torchs(dtype, tolerance):
     """Ours takes all matrices of a shape, cast before they are stacked, to save memory."""
-    shapes = [(48, 24), (24, 48), (24, 24), (48, 24), (24, 96)]
+    shapes = [(48, 24), (24, 48), (24, 24), (48, 24), (24, 96), (72, 24)]
     ours, copies = ([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in "ab")
-    a = t.Muon(ours, lr=0.1, weight_decay=0.9, dtype=dtype)
+    a = t.Muon(zip("abcdef", ours), lr=0.1, weight_decay=0.9, dtype=dtype)
     b = torch.optim.Muon(copies, lr=0.1, weight_decay=0.9, adjust_lr_fn="match_rms_adamw")
     generator = seeded()
     for _ in range(3):
@@ -239,7 +239,7 @@ def test_muon_takes_query_key_and_value_apart():
     def after_a_step(grad):
         p = torch.nn.Parameter(torch.ones_like(grad))
         p.grad = grad
-        t.Muon([p], lr=0.1, weight_decay=0.1).step()
+        t.Muon([("attn.c_attn.weight", p)], lr=0.1, weight_decay=0.1).step()
         return p
     grad = torch.randn(72, 24, generator=seeded())
     grad[48:] *= 100
