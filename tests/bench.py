@@ -40,8 +40,8 @@ SITTING = {  # what to run where a GPU is at hand for 45 minutes: its minutes at
     "tests": (7, "-m pytest -q -rs {root}/tests"), "first_run": (3, "{root}/train_gpt2.py"),
     **{name: (5, f"{{root}}/tests/bench.py {name}")
        for name in ("step", "ladder", "memory", "hellaswag", "save")},
-    "adamw": (3, "{root}/train_gpt2.py {flags} --optimizer=adamw --log_dir=adamw"),
-    "muon": (3, "{root}/train_gpt2.py {flags} --optimizer=muon --log_dir=muon")}
+    "adamw": (3, "{root}/train_gpt2.py {flags} --warmup_steps=20 --optimizer=adamw --log_dir=adam"),
+    "muon": (3, "{root}/train_gpt2.py {flags} --warmup_steps=20 --optimizer=muon --log_dir=muon")}
 CUDA = torch.cuda.is_available()
 TEXTS = []  # what tokenize() tokenizes; its forked workers have it, too
 
@@ -144,7 +144,7 @@ def step_side(B, T, dtype="bfloat16", compile="False", fused=True, logits=False,
             for group in run.state.optimizers[0].param_groups:
                 group |= dict(fused=False, foreach=True)
         if logits:  # hand them out although nobody asked: what many scripts do
-            run.ddp_model = lambda x, y, return_logits: model(x, y)
+            model.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)
         if not ours:
             import transformers
             run.state = run.ddp_model = model = None  # frees our GPT
@@ -277,7 +277,7 @@ def reference():
 
 
 # ---------------------------------------------------------------------------- optimizers
-# Steps of AdamW, its max_lr and Muon's, each the best of a grid, and what differs from SMALL
+# Steps of AdamW, its max_lr and Muon's (best of a grid, or between two equal), what differs
 SIZES = {
     "3 x 128, input.txt": (400, 4e-3, 7e-3, dict(data=str(ROOT / "input.txt"))),
     "4 x 192, FineWeb": (250, 2e-3, 7e-3, dict(n_layer=4, n_head=6, n_embd=192, T=128, B=16)),

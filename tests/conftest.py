@@ -76,7 +76,6 @@ def gpt2_encoding():
 def is_gpt2(tmp_path_factory):
     """What holds for GPT-2 alone is skipped where the model was edited into another."""
     import torch
-
     import train_gpt2 as t
     pytest.importorskip("transformers", reason="transformers is not installed")
     model = t.GPT(t.GPTConfig(vocab_size=384, n_layer=2, n_head=2, n_embd=32, n_vocab=257))
@@ -242,7 +241,7 @@ def assert_same(a, b):
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
 
 
-def until(condition, timeout=60, run=None):
+def until(condition, timeout=180, run=None):
     """Wait for condition() to hold; fail after `timeout` seconds, or when `run` has ended."""
     end = time.monotonic() + timeout
     while not condition():
@@ -257,13 +256,13 @@ def run_command(command, cwd, env, timeout):
                           text=True, encoding="utf-8", errors="replace")
 
 
-def run_script(script, *args, cwd=None, env=None, timeout=60):
+def run_script(script, *args, cwd=None, env=None, timeout=180):
     """`python <script> ...`; returns the CompletedProcess with text output."""
     command = [sys.executable, str(ROOT / script), *map(str, args)]
     return run_command(command, cwd, {**os.environ, **(env or {})}, timeout)
 
 
-def run_python(code, *args, cwd=None, env=None, timeout=60):
+def run_python(code, *args, cwd=None, env=None, timeout=180):
     """`python -c <code> ...` with the project's scripts to import, one thread each."""
     command = [sys.executable, "-c", code, *map(str, args)]
     return run_command(command, cwd, ENV | {"PYTHONPATH": str(ROOT)} | (env or {}), timeout)
@@ -315,7 +314,7 @@ class Forked:
     def ended(self):
         return self.process.exitcode is not None
 
-    def wait(self, timeout=60):
+    def wait(self, timeout=180):
         self.process.join(timeout)
         assert self.ended(), (self.out, self.err)
         return self.process.exitcode

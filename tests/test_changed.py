@@ -48,8 +48,14 @@ def gain_of_queries(arrange, _):
     real, arrange.t.CausalSelfAttention.__init__ = arrange.t.CausalSelfAttention.__init__, __init__
 
 
+def documents_apart(arrange, end_of_text):  # in a text without documents, this is GPT-2
+    real, arrange.t.GPT.hidden = arrange.t.GPT.hidden, lambda self, idx: (
+        real(self, idx) * (1 + (idx == end_of_text).cumsum(1)[..., None]))
+
+
 @pytest.mark.parametrize("edit, value, reason", [
-    (narrow_window, 12, "logits differ by"), (gain_of_queries, 0, "q_gain")])
+    (narrow_window, 12, "logits differ by"), (documents_apart, 256, "logits differ by"),
+    (gain_of_queries, 0, "q_gain")])
 @pytest.mark.usefixtures("is_gpt2")
 def test_an_edited_model_trains_to_the_end_and_is_not_exported(folder, edit, value, reason):
     """hf/ would compute something else than what was trained."""

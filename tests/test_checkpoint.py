@@ -350,12 +350,12 @@ def test_a_refused_start_changes_nothing(halfway):
     assert snapshot(folder) == before
 
 
-def test_a_finished_run_evaluates_and_exports_again(place, reference):
+def test_a_finished_run_evaluates_and_exports_again(place, reference, is_gpt2):
     """The command of a finished run does nothing, or changes what is there."""
     folder = shutil.copytree(reference, place / "finished")
     before = snapshot(folder)
     run = succeed(Forked(folder, sample_every=10, sample_tokens=5, hide=["matplotlib"]))
-    for said in ("is finished", f"{STEPS}/{STEPS} val loss", f"sample at step {STEPS}", "exported"):
+    for said in ("is finished", f"{STEPS}/{STEPS} val loss", f"at step {STEPS}", "exported to"):
         assert said in run.out, said
     assert snapshot(folder) | {"run.json": before["run.json"]} == before
 

@@ -56,8 +56,7 @@ def naive(texts, encoding):
     tokens = []
     for text in texts:
         if text and text.strip():
-            tokens.append(encoding.eot_token)
-            tokens.extend(encoding.encode_ordinary(text))
+            tokens += [encoding.eot_token, *encoding.encode_ordinary(text)]
     return np.array(tokens, dtype=np.uint16)
 
 
@@ -235,7 +234,7 @@ def test_workers_ignore_ctrl_c_and_end_by_kill_9(long_run, tmp_path, make):
     ignored = [int(re.search(r"SigIgn:\s+(\w+)", state)[1], 16) for state in states]
     assert all(mask & 1 << signal.SIGINT - 1 for mask in ignored)  # Ctrl-C is for the parent
     long_run.kill()
-    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in children), 60)
+    until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in children), 60)
     assert "edufineweb_val_000000.npy: 500,000 tokens, " in long_run.stdout.read()  # at once
 
 

@@ -247,7 +247,6 @@ def test_no_good_download_is_one_line(n, content, error, reason, fetch, capsys):
 @pytest.fixture(scope="module")
 def folder(is_gpt2, tmp_path_factory):
     """A tiny GPT of ours with GPT-2's vocabulary, exported without a tokenizer."""
-    pytest.importorskip("transformers")
     path = tmp_path_factory.mktemp("hf") / "tiny"
     save_hugging_face(gpt(n_vocab=50257), path)
     return path
@@ -286,7 +285,6 @@ def test_transformers_and_ours_agree_on_the_same_weights(folder, tmp_path):
 
 
 def test_another_vocabulary_comes_with_its_tokenizer(is_gpt2, tmp_path):
-    pytest.importorskip("transformers")
     save_hugging_face(gpt(n_vocab=257), tmp_path, get_encoding("bytes"))
     text_to_ids = hellaswag.load_model(str(tmp_path), "cpu")[1]
     question = {"ctx": "ab", "endings": ["c", "d", "e", "f g"]}

@@ -30,7 +30,7 @@ def draw(folder, log, data="edu_fineweb10B"):
     return folder / "curves.png"
 
 
-@pytest.mark.filterwarnings("error")  # they would be told at each validation
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")  # told each time
 @pytest.mark.parametrize("log", [LOG, "0 val 10.9\n", "0 val 10.9\n0 train 5.5\n1 train 5\n"])
 def test_curves_are_drawn_of_any_log(tmp_path, log):
     pytest.importorskip("matplotlib")

@@ -200,8 +200,7 @@ MISTAKES = {  # name: (constants that differ, what the line must hold)
                        ["device=cuda:99", "no GPU"]),
     "shape beside weights": (dict(init_from="gpt2"), ["init_from=gpt2 decides n_"]),
     "no vocabulary": (dict(encoding="gpt2", env={
-        "TIKTOKEN_CACHE_DIR": "none", "HTTPS_PROXY": "http://127.0.0.1:9"}), ["--encoding=bytes"]),
-}
+        "TIKTOKEN_CACHE_DIR": "none", "https_proxy": "http://127.0.0.1:9"}), ["--encoding=bytes"])}
 LATER = {  # while training
     "loss not finite": (dict(max_lr=1e30, warmup_steps=0, grad_clip=0.0), ["loss", "--max_lr"]),
     "gradient not finite": (dict(eval_every=0, save_every=2, arrange={"poison_at": 5}),
@@ -209,8 +208,7 @@ LATER = {  # while training
     "out of memory": (dict(arrange={"raise_at": (3, torch.OutOfMemoryError("CUDA"))}),
                       ["Out of memory", "--B"]),
     "no memory": (dict(arrange={"raise_at": (3, RuntimeError("can't allocate memory"))}),
-                  ["Out of memory", "--B"]),
-}
+                  ["Out of memory", "--B"])}
 
 
 @pytest.mark.parametrize("name", [*MISTAKES, *LATER])
