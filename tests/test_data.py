@@ -10,8 +10,7 @@ from test_checkpoint import Bomb
 import train_gpt2 as t
 
 T = 8
-# first tokens of rows 0-5 and 60-65 of these shards, for seed 1337
-ORDER = [148, 140, 124, 116, 100, 132, 72, 16, 48, 88, 32, 64]
+ORDER = [148, 140, 124, 116, 100, 132, 72, 16, 48, 88, 32, 64]  # of rows 0-5, 60-65, seed 1337
 
 
 def shards(folder, lengths=(100, 57, 8, 300)):

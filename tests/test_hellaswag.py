@@ -54,8 +54,7 @@ def gpt(n_vocab=VOCAB, block_size=64):
     return model
 
 
-def logits_of(model):
-    """A function from ids to logits, which does not look like a model of ours."""
+def logits_of(model):  # a function of ids, which does not look like a model of ours
     return lambda idx: model(idx)[0]
 
 
