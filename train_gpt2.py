@@ -118,7 +118,7 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     n_vocab: int = 50257     # ids in use; the padding is never predicted
-    dropout: float = 0.0     # is on in train_step() only
+    dropout: float = 0.0     # on in train_step() only
 
 
 Norm = nn.LayerNorm  # two in each block, and one at the end
@@ -192,7 +192,7 @@ class GPT(nn.Module):
         self.eval()  # dropout is on in train_step() only
 
     def init_weights(self):
-        """Normal(0, 0.02) and zero biases, as in OpenAI's code, over modules' own.
+        """Normal(0, 0.02) and zero biases, as in OpenAI's code, replacing modules' own.
 
         The 2 * n_layer projections that add to x have their std divided by that number's root,
         so that the variance does not grow with depth (GPT-2, section 2.3).
@@ -343,7 +343,7 @@ def newton_schulz(G):
 
     A step is X <- P X with A = X X^T and P = a I + b A + c A^2: a singular value x becomes
     a x + b x^3 + c x^5. X may be long, so steps change the smaller square, A <- P A P, and Q, the
-    product of their P, is applied to X after three. Rounding (TF32) forbids more at once.
+    product of their P, is applied to X after three. Rounding (TF32) allows no more.
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0, to lift small values
 
@@ -367,7 +367,7 @@ def newton_schulz(G):
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized (Jordan et al. 2024), for the matrices in the blocks.
+    """Momentum, orthogonalized (Jordan et al. 2024), for the named matrices in the blocks.
 
     Few directions dominate a gradient matrix; Muon makes all equally long, so that rare ones
     are learned too. The factor 0.2 sqrt(longer side) makes its updates as large as AdamW's:
@@ -494,7 +494,7 @@ def train_step(run):
     """One optimizer step on total_batch_size tokens.
 
     Returns the mean loss of this process's rows and the gradient's norm before clipping, on
-    the device. Except in float16, nothing in here waits for a GPU.
+    the device. Except in float16, nothing here waits for a GPU.
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     micro_steps = cfg.total_batch_size // (cfg.B * cfg.T * world_size())
