@@ -12,10 +12,6 @@ One idea makes the rest simple: the data of a step is a pure function of
 (seed, step). So B and the number of GPUs decide speed and memory only, and
 resuming means starting at a later step.
 """
-if __name__ == "__main__":  # before torch loads OpenMP: how long its idle threads keep a core
-    import os
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-
 import contextlib
 import datetime
 import importlib.util
@@ -342,7 +338,7 @@ def newton_schulz(G):
     """Push the singular values of matrices G (n, rows, columns) towards 1 (Jordan et al. 2024).
 
     A step is X <- P X with A = X X^T and P = a I + b A + c A^2: a singular value x becomes
-    a x + b x^3 + c x^5. X may be long, so steps change the smaller square, A <- P A P, and Q, the
+    a x + b x^3 + c x^5. A wide X costs less if steps change the square, A <- P A P, and Q, the
     product of their P, is applied to X after three. Rounding (TF32) allows no more.
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0, to lift small values
@@ -352,10 +348,8 @@ def newton_schulz(G):
         P.diagonal(dim1=-2, dim2=-1).add_(a)
         return P
 
-    tall = G.size(-2) > G.size(-1)
-    X = G.mT if tall else G
-    X = X / X.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
-    for steps in (3, 2):
+    X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
+    for steps in (3, 2) if X.size(-2) < X.size(-1) else (1, 1, 1, 1, 1):
         A = X @ X.mT
         Q = P = polynomial(A)
         for _ in range(steps - 1):
@@ -363,7 +357,7 @@ def newton_schulz(G):
             P = polynomial(A)
             Q = P @ Q
         X = Q @ X
-    return X.mT if tall else X
+    return X
 
 
 class Muon(torch.optim.Optimizer):
@@ -388,18 +382,20 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            lr = group["lr"]
-            by_shape = defaultdict(list)  # equal matrices of all layers are a batch
+            by_shape = defaultdict(list)  # equal matrices are a batch
             for name, p in zip(group["param_names"], group["params"]):
-                by_shape[(*p.shape, "c_attn" in name)].append(p)
-            for (rows, columns, qkv), params in by_shape.items():
-                grads = torch.stack([self.smoothed_gradient(p, group["momentum"]) for p in params])
-                if qkv and rows == 3 * columns:  # a matrix each; GQA's stays one
-                    rows = columns
-                updates = newton_schulz(grads.view(-1, rows, columns)).reshape(grads.shape)
-                for p, update in zip(params, updates):
-                    p.mul_(1 - lr * group["weight_decay"])
-                    p.add_(update, alpha=-lr * 0.2 * math.sqrt(max(rows, columns)))
+                gradient = self.smoothed_gradient(p, group["momentum"])
+                # query, key and value are a matrix each; GQA's stay one
+                n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
+                for weight, G in zip(p.chunk(n), gradient.chunk(n)):
+                    if G.size(0) > G.size(1):
+                        weight, G = weight.mT, G.mT
+                    by_shape[G.shape].append((weight, G))
+            for (_, columns), batch in by_shape.items():
+                weights, gradients = zip(*batch)
+                for weight, update in zip(weights, newton_schulz(torch.stack(gradients))):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"])
+                    weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(columns))
 
 
 def configure_optimizers(raw_model, cfg, dtype=torch.float32):
@@ -664,7 +660,7 @@ PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 
 
 
 def peak_flops(device):
-    """The GPU's peak in FLOP/s, or 0 where it is not known."""
+    """The GPU's peak in FLOP/s, 0 if unknown."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     words = set(gpu.replace("-", " ").split())
     found = [peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split())]
@@ -953,7 +949,7 @@ def report(run, step, stream, value, label="", more=""):
 
 
 def draw(run):
-    """Draw the curves in the background. Of drawings, only the newest waits its turn."""
+    """Draw in the background. Of drawings, only the newest waits its turn."""
     if rank() == 0:
         run.drawing.cancel()
         run.drawing = run.thread.submit(draw_curves, run.cfg.log_dir)
@@ -971,7 +967,7 @@ def draw_curves(folder):
 
 
 def plot(folder):
-    """log.txt against tokens: the losses in one panel, each other stream in its own."""
+    """log.txt against tokens: losses in one panel, each other stream in its own."""
     from matplotlib.figure import Figure  # not pyplot, which wants a display
     constants = json.loads(Path(folder, "run.json").read_text())["constants"]
     text, streams = Path(folder, "log.txt").read_text(), defaultdict(list)
@@ -1186,6 +1182,7 @@ def build_model(cfg, encoding, saved=None):
 def set_up(cfg, device):
     """Check everything, then build what train() needs."""
     check_config(cfg)
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # once freed, glibc keeps freed memory for reuse
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     fingerprint = fingerprint_of(train_loader)

@@ -77,8 +77,7 @@ def measure(function, **arguments):
     """function(**arguments) of this file in a fresh process. MemoryError if memory ran out."""
     code = f"import bench, json; print(json.dumps(bench.{function}(**{arguments!r})))"
     done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent,
-                          capture_output=True, text=True,
-                          env={"GOMP_SPINCOUNT": "10000"} | os.environ)  # as train_gpt2.py has it
+                          capture_output=True, text=True)
     if any(text in done.stderr for text in ("out of memory", "OutOfMemory", "allocate memory")):
         raise MemoryError
     if done.returncode != 0:
