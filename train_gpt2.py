@@ -338,8 +338,8 @@ def newton_schulz(G):
     """Push the singular values of matrices G (n, rows, columns) towards 1 (Jordan et al. 2024).
 
     A step is X <- P X with A = X X^T and P = a I + b A + c A^2: a singular value x becomes
-    a x + b x^3 + c x^5. A wide X costs less if steps change the square, A <- P A P, and Q, the
-    product of their P, is applied to X after three. Rounding (TF32) allows no more.
+    a x + b x^3 + c x^5. With a wide X it costs less to change the square, A <- P A P, and apply
+    Q, the product of their P, to X after three steps, then two: rounding (TF32) allows no more.
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0, to lift small values
 
@@ -388,7 +388,7 @@ class Muon(torch.optim.Optimizer):
                 # query, key and value are a matrix each; GQA's stay one
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
                 for weight, G in zip(p.chunk(n), gradient.chunk(n)):
-                    if G.size(0) > G.size(1):
+                    if G.size(0) > G.size(1):  # wide is cheaper
                         weight, G = weight.mT, G.mT
                     by_shape[G.shape].append((weight, G))
             for (_, columns), batch in by_shape.items():
@@ -643,7 +643,7 @@ def pick_device(name):
 
 
 def pick_dtype(choice, device):
-    """The dtype of the matrix products."""
+    """The dtype of matrix products."""
     if choice != "auto":
         return getattr(torch, choice)
     if device.type == "cuda":  # is_bf16_supported() is true on V100 and T4 too, which emulate it
@@ -653,7 +653,7 @@ def pick_dtype(choice, device):
     return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
 
-# Dense 16-bit TFLOP/s, accumulated in float32, from NVIDIA's data sheets
+# Dense 16-bit TFLOP/s, summed in float32, from NVIDIA's data sheets
 PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835,
                "H100": 989, "A100": 312, "A10G": 70, "L40S": 362, "L4": 121, "V100": 125, "T4": 65,
                "RTX 6000 Ada": 364, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71}
@@ -719,7 +719,7 @@ def open_data(cfg, encoding):
 
 
 def fingerprint_of(loader):
-    """What tells one corpus from another: of a text its ids, of shards the first and last."""
+    """What tells corpora apart: of a text its ids, of shards the first and last."""
     seen = []
     for shard, length in zip(loader.shards, loader.lengths):
         n = 4096 if isinstance(shard, Path) else length
@@ -949,7 +949,7 @@ def report(run, step, stream, value, label="", more=""):
 
 
 def draw(run):
-    """Draw in the background. Of drawings, only the newest waits its turn."""
+    """Draw in the background. Of drawings, the newest waits its turn."""
     if rank() == 0:
         run.drawing.cancel()
         run.drawing = run.thread.submit(draw_curves, run.cfg.log_dir)
@@ -1182,7 +1182,7 @@ def build_model(cfg, encoding, saved=None):
 def set_up(cfg, device):
     """Check everything, then build what train() needs."""
     check_config(cfg)
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # once freed, glibc keeps freed memory for reuse
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # freed: glibc then keeps blocks below 32 MiB
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     fingerprint = fingerprint_of(train_loader)
