@@ -1182,7 +1182,7 @@ def build_model(cfg, encoding, saved=None):
 def set_up(cfg, device):
     """Check everything, then build what train() needs."""
     check_config(cfg)
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # freed: glibc then keeps blocks below 32 MiB
+    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # once freed, glibc keeps memory between steps
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     fingerprint = fingerprint_of(train_loader)
