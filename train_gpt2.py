@@ -618,7 +618,7 @@ def catch_signals():
 
     def receive(number, frame):
         event.set()
-        print0("Stopping: this step is finished and saved first. Ctrl-\\ ends at once.")
+        print0("Stopping after this step and a save. Ctrl-\\ ends at once.")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, receive)
     return event
@@ -751,7 +751,7 @@ def copy_to_host(content, copies):
     if not torch.is_tensor(content):
         return content
     key = (content.data_ptr(), content.shape)
-    if key not in copies:  # torch keeps freed pinned memory for the next save
+    if key not in copies:
         copies[key] = torch.empty_like(content, device="cpu", pin_memory=content.is_cuda)
         copies[key].copy_(content)
     return copies[key]
@@ -769,7 +769,7 @@ def write_checkpoint(content, cfg):
     except (OSError, RuntimeError, UserError) as e:
         while e.__context__:  # torch.save's RuntimeErrors hide an OSError
             e = e.__context__
-        print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. What was saved is still there.")
+        print0(f"!!! NOT SAVED at step {step}: {first_line(e)}.")
         return -1
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
     found = find_checkpoints(cfg.log_dir)
@@ -835,8 +835,7 @@ def check_same_training(saved, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > max(before["max_steps"], saved["step"]):
         changed.discard("max_steps")
-        print0(f"max_steps was {before['max_steps']}, is {cfg.max_steps}: the learning rate "
-               f"follows the new schedule.")
+        print0(f"max_steps was {before['max_steps']}, is {cfg.max_steps}: a new lr schedule.")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
     other_code = saved.get("code") != code_checksum()
     if other_code and saved["step"] >= cfg.max_steps:
@@ -846,7 +845,7 @@ def check_same_training(saved, cfg, fingerprint):
                         f"back, or take another --log_dir.")
     if other_code:
         print0(f"!!! train_gpt2.py was edited: from step {saved['step']} on, other code continues. "
-               f"For a fresh run take another --log_dir.")
+               f"Or take another --log_dir.")
 
 
 def begin_run(cfg, step, lock, continues):
@@ -949,7 +948,7 @@ def report(run, step, stream, value, label="", more=""):
 
 
 def draw(run):
-    """Draw in the background. Of drawings, the newest waits its turn."""
+    """Draw in the background; the newest drawing waits its turn."""
     if rank() == 0:
         run.drawing.cancel()
         run.drawing = run.thread.submit(draw_curves, run.cfg.log_dir)
@@ -1115,7 +1114,7 @@ def hugging_face_tokenizer(encoding, context):
     """A tiktoken encoding as a transformers tokenizer. Raises ValueError."""
     from transformers import GPT2Tokenizer
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-    letters, ids = bytes_to_unicode(), {}  # a printable letter for each byte
+    letters, ids = bytes_to_unicode(), {}
     for i in range(encoding.eot_token):
         token = encoding.decode_single_token_bytes(i)
         ids["".join(letters[byte] for byte in token)] = i
@@ -1152,7 +1151,7 @@ def check_config(cfg):
                         f"*_val_*.npy: run fineweb.py, or name another --data.")
     if cfg.total_batch_size % (cfg.B * cfg.T * world_size()):
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of B * T * "
-                        f"processes = {cfg.B} * {cfg.T} * {world_size()}: change one of them.")
+                        f"processes = {cfg.B} * {cfg.T} * {world_size()}.")
     if cfg.min_lr > cfg.max_lr:
         raise UserError(f"min_lr={cfg.min_lr} is above max_lr={cfg.max_lr}: lower it, too.")
 
@@ -1216,7 +1215,9 @@ def set_up(cfg, device):
         ddp_model=wrap_ddp(raw_model, cfg), train_loader=train_loader,
         val_loader=val_loader, fingerprint=fingerprint,
         hellaswag=hellaswag_scorer(cfg, raw_model, autocast), signal=catch_signals(), log=log,
-        thread=ThreadPoolExecutor(max_workers=1), saving=saving, drawing=drawing)
+        # with more threads than cores, GNU's OpenMP would slow down all of them
+        thread=ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, 1)),
+        saving=saving, drawing=drawing)
     describe(run, dtype, compiled)
     return run
 
@@ -1285,7 +1286,7 @@ def main():
             print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()
-            if "torch._" in type(error).__module__:  # for lack of a C compiler, say
+            if "torch._" in type(error).__module__:  # no C compiler, say
                 print("train_gpt2.py: --compile=False does without compiling.", file=sys.stderr)
         if dist.is_initialized():
             os._exit(1)  # a normal exit would wait for others, which may wait for this one

@@ -168,7 +168,7 @@ def test_signals_in_the_first_a_middle_and_the_last_step(place, reference, first
     for name, step in ((first, 0), (second, 14), (first, STEPS - 1)):
         run = succeed(Forked(folder, arrange={"signal_at": (getattr(signal, name), step)}))
         assert (step, "train") in read_log(folder)
-        assert run.out.index("Stopping: this step") < run.out.index(f" {step}/30 loss")
+        assert run.out.index("Stopping after this step") < run.out.index(f" {step}/30 loss")
         assert f"saved {folder}/checkpoint_{step + 1:05d}.pt" in run.out
         assert f"Stopped by a signal after {step + 1} steps" in run.out.splitlines()[-1]
     succeed(Forked(folder))
@@ -325,7 +325,7 @@ def test_every_other_constant_is_refused_with_both_values(reference, capsys):
         assert f"{name} was {getattr(cfg, name)!r}, is {value!r}" in str(e.value)
         assert str(e.value).count(" was ") == 1 and "--log_dir" in str(e.value)
     t.check_same_training(saved, dataclasses.replace(cfg, max_steps=40), data)
-    assert "max_steps was 30, is 40: the learning rate follows" in capsys.readouterr().out
+    assert "max_steps was 30, is 40: a new lr schedule." in capsys.readouterr().out
     saved["step"] = 20  # a run that was to be 30 steps long cannot be made shorter
     with pytest.raises(t.UserError, match="max_steps was 30, is 29"):
         t.check_same_training(saved, dataclasses.replace(cfg, max_steps=29), data)

@@ -86,16 +86,16 @@ def test_what_each_dtype_needs(tmp_path, monkeypatch, dtype):
     constants = TINY | dict(optimizer="muon", dtype=dtype, compile=str(dtype != "float32"))
     cfg = t.Config(data=str(write_text(tmp_path)), log_dir=str(tmp_path / "log"), **constants)
     run = t.set_up(cfg, torch.device("cpu"))
-    matrices = torch.bfloat16 if dtype == "bfloat16" else torch.float32
-    assert run.state.optimizers[1].dtype == matrices
+    matrices = {"float16": "float32"}.get(dtype, dtype)
+    assert run.state.optimizers[1].dtype == getattr(torch, matrices)
     assert run.state.scaler.is_enabled() == (dtype == "float16")
     assert compiled.called == (dtype != "float32")
+    assert run.thread.submit(torch.get_num_threads).result() == 1
     with run.autocast():
         assert str(run.state.raw_model.lm_head(torch.ones(16)).dtype) == f"torch.{dtype}"
 
 
 def test_samples_do_without_gradients_and_cudnns_attention(monkeypatch):
-    """It makes a plan for each of their many shapes; training, which has one, may take it."""
     def hidden(*args):
         seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.is_grad_enabled()))
         return real(*args)
