@@ -99,9 +99,9 @@ class Config:
 SMALL = dict(
     encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3, n_head=4, n_embd=128,
     optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
-    warmup_steps=20, max_steps=1300, weight_decay=0.2, print_every=10, eval_every=325,
-    val_tokens=131072, hellaswag_every=0, sample_every=650, sample_prompt="\n\n",
-    sample_tokens=300, log_dir="log_small", dtype="float32", compile="False")
+    warmup_steps=20, max_steps=1600, weight_decay=0.2, print_every=10, eval_every=400,
+    val_tokens=131072, hellaswag_every=0, sample_every=800, sample_prompt="\n\n",
+    sample_tokens=300, log_dir="log_small", compile="False")
 
 
 # ---- GPT-2
@@ -234,7 +234,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Continue idx (B, T) by sampled tokens. Returns (B, T + max_new_tokens).
+        """Continue idx (B, T) by sampled tokens: (B, T + max_new_tokens).
 
         temperature 0 takes the likeliest token; top_k=k draws from the k likeliest.
         """
@@ -653,7 +653,7 @@ def pick_dtype(choice, device):
     return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
 
-# Dense 16-bit TFLOP/s, summed in float32, from NVIDIA's data sheets
+# Dense 16-bit TFLOP/s summed in float32, by NVIDIA's data sheets
 PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835,
                "H100": 989, "A100": 312, "A10G": 70, "L40S": 362, "L4": 121, "V100": 125, "T4": 65,
                "RTX 6000 Ada": 364, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71}
@@ -845,7 +845,7 @@ def check_same_training(saved, cfg, fingerprint):
                         f"back, or take another --log_dir.")
     if other_code:
         print0(f"!!! train_gpt2.py was edited: from step {saved['step']} on, other code continues. "
-               f"Or take another --log_dir.")
+               f"A fresh run takes another --log_dir.")
 
 
 def begin_run(cfg, step, lock, continues):
@@ -874,7 +874,7 @@ class Log:
         self.refused = b""  # what a full disk did not take
         kept = 0
         for line in path.read_bytes().splitlines(keepends=True):
-            number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # comments have none
+            number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)
             if not line.endswith(b"\n") or (number and int(number[1]) >= step):
                 break
             kept += len(line)
@@ -948,7 +948,7 @@ def report(run, step, stream, value, label="", more=""):
 
 
 def draw(run):
-    """Draw in the background; the newest drawing waits its turn."""
+    """Draw in the background; the newest waits its turn."""
     if rank() == 0:
         run.drawing.cancel()
         run.drawing = run.thread.submit(draw_curves, run.cfg.log_dir)
@@ -1151,7 +1151,7 @@ def check_config(cfg):
                         f"*_val_*.npy: run fineweb.py, or name another --data.")
     if cfg.total_batch_size % (cfg.B * cfg.T * world_size()):
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of B * T * "
-                        f"processes = {cfg.B} * {cfg.T} * {world_size()}.")
+                        f"processes = {cfg.B} * {cfg.T} * {world_size()}: change one of them.")
     if cfg.min_lr > cfg.max_lr:
         raise UserError(f"min_lr={cfg.min_lr} is above max_lr={cfg.max_lr}: lower it, too.")
 
@@ -1200,6 +1200,8 @@ def set_up(cfg, device):
         compiled = bool(triton) and torch.cuda.get_device_capability(device) >= (7, 0)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     bf16 = dtype == torch.bfloat16  # in float16, Muon's products would overflow
+    if bf16 and device.type == "cpu":  # where flash is slow on short rows
+        torch.backends.cuda.enable_flash_sdp(cfg.T >= 256)
     optimizers = configure_optimizers(raw_model, cfg, dtype if bf16 else torch.float32)
     state = State(raw_model, optimizers, scaler)
     if saved:
@@ -1215,7 +1217,7 @@ def set_up(cfg, device):
         ddp_model=wrap_ddp(raw_model, cfg), train_loader=train_loader,
         val_loader=val_loader, fingerprint=fingerprint,
         hellaswag=hellaswag_scorer(cfg, raw_model, autocast), signal=catch_signals(), log=log,
-        # with more threads than cores, GNU's OpenMP would slow down all of them
+        # in GNU's OpenMP, more threads than cores slow down all of them
         thread=ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, 1)),
         saving=saving, drawing=drawing)
     describe(run, dtype, compiled)
