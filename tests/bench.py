@@ -287,7 +287,7 @@ def trained(**changes):
     """On one thread: the validation loss at the end, and the median seconds of a step."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        cfg = t.Config(**t.SMALL | dict(log_dir=folder, device="cpu") | changes)
+        cfg = t.Config(**t.SMALL | dict(log_dir=folder, device="cpu", dtype="float32") | changes)
         run = t.set_up(cfg, t.pick_device("cpu"))
         seconds = [seconds_of(t.train_step, run) for _ in range(cfg.max_steps)]
         return t.validation_loss(run, run.val_loader), statistics.median(seconds)

@@ -80,16 +80,17 @@ def test_a_float16_step_that_overflowed_changes_no_weight(bad, optimizer):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_each_dtype_needs(tmp_path, monkeypatch, dtype):
-    """Muon's products overflow in float16; only float16's losses are scaled."""
+    """Muon's products overflow in float16; only its losses are scaled. Saving takes one thread."""
     monkeypatch.setattr(t, "catch_signals", mock.Mock())
     monkeypatch.setattr(t.GPT, "compile", compiled := mock.Mock())
+    monkeypatch.setattr(torch.backends.cuda, "enable_flash_sdp", flash := mock.Mock())
     constants = TINY | dict(optimizer="muon", dtype=dtype, compile=str(dtype != "float32"))
     cfg = t.Config(data=str(write_text(tmp_path)), log_dir=str(tmp_path / "log"), **constants)
     run = t.set_up(cfg, torch.device("cpu"))
-    matrices = {"float16": "float32"}.get(dtype, dtype)
-    assert run.state.optimizers[1].dtype == getattr(torch, matrices)
+    assert run.state.optimizers[1].dtype == getattr(torch, {"float16": "float32"}.get(dtype, dtype))
     assert run.state.scaler.is_enabled() == (dtype == "float16")
     assert compiled.called == (dtype != "float32")
+    assert flash.mock_calls == [mock.call(False)] * (dtype == "bfloat16")  # T is 16
     assert run.thread.submit(torch.get_num_threads).result() == 1
     with run.autocast():
         assert str(run.state.raw_model.lm_head(torch.ones(16)).dtype) == f"torch.{dtype}"

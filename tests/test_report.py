@@ -115,8 +115,7 @@ def test_the_first_lines_count_epochs(capsys):
     t.describe(run, torch.float32, compiled=False)
     out = capsys.readouterr().out
     assert "10 steps of 4,096 tokens, 2.50 epochs" in out and "This run is finished" in out
-    flops = t.flops_per_token(small(), 1024) * 4096 / 1e12
-    assert f"a step is {flops:,.2g} TFLOP" in out
+    assert f"a step is {t.flops_per_token(small(), 1024) * 4096 / 1e12:,.2g} TFLOP" in out
 
 
 def test_files_are_never_half_written(tmp_path, monkeypatch, capsys):
