@@ -234,7 +234,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Continue idx (B, T) by sampled tokens: (B, T + max_new_tokens).
+        """Continue idx (B, T) by sampled tokens. Returns (B, T + max_new_tokens).
 
         temperature 0 takes the likeliest token; top_k=k draws from the k likeliest.
         """
@@ -653,7 +653,7 @@ def pick_dtype(choice, device):
     return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
 
-# Dense 16-bit TFLOP/s summed in float32, by NVIDIA's data sheets
+# Dense 16-bit TFLOP/s, float32 sums, by NVIDIA's data sheets
 PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835,
                "H100": 989, "A100": 312, "A10G": 70, "L40S": 362, "L4": 121, "V100": 125, "T4": 65,
                "RTX 6000 Ada": 364, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71}
@@ -751,7 +751,7 @@ def copy_to_host(content, copies):
     if not torch.is_tensor(content):
         return content
     key = (content.data_ptr(), content.shape)
-    if key not in copies:
+    if key not in copies:  # torch reuses freed pinned memory
         copies[key] = torch.empty_like(content, device="cpu", pin_memory=content.is_cuda)
         copies[key].copy_(content)
     return copies[key]
@@ -763,13 +763,14 @@ def write_checkpoint(content, cfg):
     path = Path(cfg.log_dir, f"checkpoint_{step:05d}.pt")
     try:
         for name, tensor in content["model"].items():
-            if not tensor.isfinite().all():
+            # NumPy's: torch's starts OpenMP threads, which would slow training
+            if not np.isfinite(tensor.float().numpy()).all():
                 raise UserError(f"{name} is not finite")
         write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
     except (OSError, RuntimeError, UserError) as e:
         while e.__context__:  # torch.save's RuntimeErrors hide an OSError
             e = e.__context__
-        print0(f"!!! NOT SAVED at step {step}: {first_line(e)}.")
+        print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. What was saved is still there.")
         return -1
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
     found = find_checkpoints(cfg.log_dir)
@@ -863,7 +864,7 @@ def begin_run(cfg, step, lock, continues):
 
 
 class Log:
-    """log.txt, to which lines are appended at once, since people tail it.
+    """log.txt: lines are appended at once, since people tail it.
 
     At the start, what follows from a line of step `step` on is removed: those steps come again.
     """
@@ -874,7 +875,7 @@ class Log:
         self.refused = b""  # what a full disk did not take
         kept = 0
         for line in path.read_bytes().splitlines(keepends=True):
-            number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)
+            number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # not comments
             if not line.endswith(b"\n") or (number and int(number[1]) >= step):
                 break
             kept += len(line)
@@ -911,10 +912,10 @@ def finish(run):
             print0(f"Not exported: {e if isinstance(e, UserError) else first_line(e)}.")
         if cfg.max_steps:
             print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
-                   f"To train longer: the same command, with a larger --max_steps.")
+                   f"To train longer: the same, with a larger --max_steps.")
 
 
-# ---- log, curves: log.txt is for notebooks, stdout for people, curves.png plots both
+# ---- log, curves: log.txt is for notebooks, stdout for people
 def report_step(run, loss, norm, start):
     """Report the step that began at time `start`; this waits for the GPU."""
     cfg, step = run.cfg, run.state.step - 1
@@ -948,7 +949,7 @@ def report(run, step, stream, value, label="", more=""):
 
 
 def draw(run):
-    """Draw in the background; the newest waits its turn."""
+    """Draw in the background; one that still waits is dropped."""
     if rank() == 0:
         run.drawing.cancel()
         run.drawing = run.thread.submit(draw_curves, run.cfg.log_dir)
@@ -990,7 +991,7 @@ def plot(folder):
             if name == "train":  # from where it has come down
                 axis.set_ylim(top=1.05 * np.percentile(values, 95))
         axis.set(xlabel="million tokens", ylabel=title)
-        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)  # above it
+        axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     return figure
 
 
@@ -1105,7 +1106,7 @@ def save_hugging_face(raw_model, folder, encoding=None):
     except (RuntimeError, ValueError) as e:
         raise UserError(f"transformers would compute something else ({first_line(e)})") from None
     transformers.logging.disable_progress_bar()
-    hf.save_pretrained(folder, max_shard_size="50GB")  # in one file
+    hf.save_pretrained(folder, max_shard_size="50GB")
     if encoding:
         tokenizer.save_pretrained(folder)
 
@@ -1200,7 +1201,7 @@ def set_up(cfg, device):
         compiled = bool(triton) and torch.cuda.get_device_capability(device) >= (7, 0)
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     bf16 = dtype == torch.bfloat16  # in float16, Muon's products would overflow
-    if bf16 and device.type == "cpu":  # where flash is slow on short rows
+    if bf16 and device.type == "cpu":  # flash's backward is slow there on short rows
         torch.backends.cuda.enable_flash_sdp(cfg.T >= 256)
     optimizers = configure_optimizers(raw_model, cfg, dtype if bf16 else torch.float32)
     state = State(raw_model, optimizers, scaler)
@@ -1217,9 +1218,7 @@ def set_up(cfg, device):
         ddp_model=wrap_ddp(raw_model, cfg), train_loader=train_loader,
         val_loader=val_loader, fingerprint=fingerprint,
         hellaswag=hellaswag_scorer(cfg, raw_model, autocast), signal=catch_signals(), log=log,
-        # in GNU's OpenMP, more threads than cores slow down all of them
-        thread=ThreadPoolExecutor(1, initializer=partial(torch.set_num_threads, 1)),
-        saving=saving, drawing=drawing)
+        thread=ThreadPoolExecutor(max_workers=1), saving=saving, drawing=drawing)
     describe(run, dtype, compiled)
     return run
 
@@ -1260,7 +1259,7 @@ def choose_settings(flags):
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
+    sys.stdout.reconfigure(errors="backslashreplace")  # for samples
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
     try:
         code_checksum()

@@ -1,7 +1,4 @@
-"""Checkpoints, resuming, signals, kills, full disks, damaged files: real processes, real kills.
-
-GPT2_SOAK=100 kills a hundred times.
-"""
+"""Checkpoints, resuming, full disks, signals, kills: real ones, a hundred with GPT2_SOAK=100."""
 import dataclasses
 import io
 import itertools
@@ -16,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -91,10 +89,10 @@ def nth_call(owner, name, n, act):
 KILLS = int(os.environ.get("GPT2_SOAK", 4))
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_killed_at_random_moments(place, optimizer):
+@pytest.mark.parametrize("optimizer, dtype", [("adamw", "float32"), ("muon", "bfloat16")])
+def test_killed_at_random_moments(place, optimizer, dtype):
     """Killed at any moment and started again is not the same as never killed."""
-    words = dict(optimizer=optimizer, max_steps=30 * KILLS)
+    words = dict(optimizer=optimizer, dtype=dtype, max_steps=30 * KILLS)
     whole = succeed(Forked(place / f"whole_{optimizer}", **words))
     rng, folder = random.Random(0), place / f"killed_{optimizer}"
     for _ in range(KILLS):
@@ -133,8 +131,7 @@ def test_training_goes_on_while_a_save_is_written():
     copy = t.copy_to_host({"model": [weight, weight], "step": 5}, {})
     weight += 1
     assert copy["model"][0] is copy["model"][1] and not copy["model"][0].any()
-    run = mock.MagicMock(cfg=t.Config())
-    run.state.state_dict.return_value = {}
+    run = mock.MagicMock(cfg=t.Config(), **{"state.state_dict.return_value": {}})
     t.save(run)
     calls = [name for name, *_ in run.mock_calls if name in ("saving.result", "log.sync")]
     assert calls == ["saving.result", "log.sync"] and run.mock_calls[-1][0] == "thread.submit"
@@ -146,8 +143,12 @@ def test_a_checkpoint_is_finite_and_verified_before_it_has_its_name(tmp_path, mo
         (tmp_path / f"checkpoint_{step:05d}.pt").touch()
     before, cfg = names(tmp_path), t.Config(log_dir=str(tmp_path))
     for number in (math.inf, math.nan):
-        content = {"step": 15, "model": {"weight": torch.tensor([0.0, number])}}
-        assert t.write_checkpoint(content, cfg) == -1 and names(tmp_path) == before
+        content = {"step": 15, "model": {"weight": torch.tensor([0.0] * 2**17 + [number])}}
+        threads = set(Path("/proc/self/task").glob("*"))  # none but on Linux
+        with ThreadPoolExecutor(1) as thread:  # without OpenMP's, which would slow training
+            assert thread.submit(t.write_checkpoint, content, cfg).result() == -1
+            assert len(set(Path("/proc/self/task").glob("*")) - threads) <= 1
+        assert names(tmp_path) == before
     monkeypatch.setattr(torch, "save", lambda content, file: file.write(b"damaged on its way"))
     assert t.write_checkpoint({"step": 15, "model": {}}, cfg) == -1 and names(tmp_path) == before
     assert capsys.readouterr().out.count("NOT SAVED at step 15") == 3
