@@ -653,7 +653,7 @@ def pick_dtype(choice, device):
     return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
 
-# Dense 16-bit TFLOP/s, float32 sums, by NVIDIA's data sheets
+# Dense 16-bit TFLOP/s, summed in float32, from NVIDIA's data sheets
 PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835,
                "H100": 989, "A100": 312, "A10G": 70, "L40S": 362, "L4": 121, "V100": 125, "T4": 65,
                "RTX 6000 Ada": 364, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71}
@@ -846,7 +846,7 @@ def check_same_training(saved, cfg, fingerprint):
                         f"back, or take another --log_dir.")
     if other_code:
         print0(f"!!! train_gpt2.py was edited: from step {saved['step']} on, other code continues. "
-               f"A fresh run takes another --log_dir.")
+               "For a fresh run, another --log_dir.")
 
 
 def begin_run(cfg, step, lock, continues):
@@ -875,7 +875,7 @@ class Log:
         self.refused = b""  # what a full disk did not take
         kept = 0
         for line in path.read_bytes().splitlines(keepends=True):
-            number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # not comments
+            number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # comments have none
             if not line.endswith(b"\n") or (number and int(number[1]) >= step):
                 break
             kept += len(line)
@@ -912,7 +912,7 @@ def finish(run):
             print0(f"Not exported: {e if isinstance(e, UserError) else first_line(e)}.")
         if cfg.max_steps:
             print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
-                   f"To train longer: the same, with a larger --max_steps.")
+                   "To train on: a larger --max_steps.")
 
 
 # ---- log, curves: log.txt is for notebooks, stdout for people
@@ -926,7 +926,7 @@ def report_step(run, loss, norm, start):
     # float16's scaler skips infinite norms
     if not math.isfinite(loss) or not (math.isfinite(norm) or run.state.scaler.is_enabled()):
         raise UserError(f"Step {step} has loss {loss} and gradient norm {norm}: look at the "
-                        f"data, or start with a lower --max_lr in another --log_dir.")
+                        "data, or start with a lower --max_lr in another --log_dir.")
     seconds, label, more = time.perf_counter() - start, "", ""
     if cfg.print_every and step % cfg.print_every == 0:
         left = datetime.timedelta(seconds=round(seconds * (cfg.max_steps - step - 1)))
@@ -949,7 +949,7 @@ def report(run, step, stream, value, label="", more=""):
 
 
 def draw(run):
-    """Draw in the background; one that still waits is dropped."""
+    """Draw in the background; one still waiting is dropped."""
     if rank() == 0:
         run.drawing.cancel()
         run.drawing = run.thread.submit(draw_curves, run.cfg.log_dir)
@@ -1149,7 +1149,7 @@ def load_weights(name, **constants):
 def check_config(cfg):
     if not Path(cfg.data).is_file() and not all(find_shards(cfg.data)):
         raise UserError(f"data={cfg.data} is no text, and no folder with *_train_*.npy and "
-                        f"*_val_*.npy: run fineweb.py, or name another --data.")
+                        "*_val_*.npy: run fineweb.py, or name another --data.")
     if cfg.total_batch_size % (cfg.B * cfg.T * world_size()):
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of B * T * "
                         f"processes = {cfg.B} * {cfg.T} * {world_size()}: change one of them.")
@@ -1259,7 +1259,7 @@ def choose_settings(flags):
 
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # for samples
+    sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
     try:
         code_checksum()
@@ -1287,7 +1287,7 @@ def main():
             print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()
-            if "torch._" in type(error).__module__:  # no C compiler, say
+            if "torch._" in type(error).__module__:  # no compiler, say
                 print("train_gpt2.py: --compile=False does without compiling.", file=sys.stderr)
         if dist.is_initialized():
             os._exit(1)  # a normal exit would wait for others, which may wait for this one
