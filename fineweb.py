@@ -4,12 +4,17 @@
     python fineweb.py --max_shards=10  # 1 B tokens; a later run continues there
     python fineweb.py --source=my_texts --local_dir=my_shards   # a local folder
 
-Documents are streamed, never stored. A shard is a 1-D uint16 array with
-<|endoftext|> before each document; documents may span shards. Shard 0 is for
-validation. Stopped at any moment, the same command goes on, to the same bytes.
+Documents are streamed, never stored. A shard is a 1-D array of token ids with
+<|endoftext|> before each document: uint16, or uint32 if the encoding has more
+than 65,536 ids. Documents may span shards. Shard 0 is for validation. Stopped
+at any moment, the same command goes on, to the same bytes.
+
+The section below Config is what all three scripts share.
 """
 import argparse
+import contextlib
 import dataclasses
+import functools
 import inspect
 import io
 import itertools
@@ -26,7 +31,7 @@ import time
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import tiktoken
@@ -39,16 +44,143 @@ class Config:
     source: str = "HuggingFaceFW/fineweb-edu"  # hub dataset, or folder of parquet or jsonl files
     remote_name: str = "sample-10BT"           # the hub dataset's configuration
     local_dir: str = "edu_fineweb10B"          # folder for the shards
-    shard_size: int = 100_000_000              # tokens per shard, 2 bytes each
+    shard_size: int = 100_000_000              # tokens per shard; of 2 bytes each, in uint32 of 4
     max_shards: int = 0                        # number of shards, validation included; 0 = all
     nprocs: int = 0                            # worker processes; 0 = one per core
-    encoding: Literal["gpt2", "bytes"] = "gpt2"  # bytes: a token each, without a download
+    encoding: str = "gpt2"                     # any of tiktoken's, or bytes: these need no download
 
 
 TEXT = "text"                # the column (parquet) or key (JSON) that holds a document
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
-MIN_SHARD_SIZE = 1025        # tokens: a row of train_gpt2.py at T=1024 and the token after it
-BATCH_BYTES = 2 << 20        # text per batch: a quarter of a second of a worker's time
+BATCH_BYTES = 2 << 20        # text per batch; with 64 KiB, a corpus takes 15 % more time
+
+
+# ---------------------------------------------------------------- what all three scripts share
+class UserError(Exception):
+    """A mistake that the user can correct; its text is the one line that is printed."""
+
+
+def first_line(error):
+    """What a library's error says first, cut between words to at most 160 characters."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    line = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]  # a mere heading
+    return textwrap.shorten(line.rstrip(".: "), width=160, placeholder=" ...")
+
+
+def encoding_parts(name):
+    """What a tiktoken.Encoding is made of. A tokenizer of your own is one more case here."""
+    if name == "bytes":
+        return dict(name=name, pat_str=r"(?s:.{1,128})", special_tokens={"<|endoftext|>": 256},
+                    mergeable_ranks={bytes([i]): i for i in range(256)})
+    from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
+    if name not in ENCODING_CONSTRUCTORS:
+        raise UserError(f"encoding={name} is none of bytes, {', '.join(ENCODING_CONSTRUCTORS)}.")
+    return ENCODING_CONSTRUCTORS[name]()
+
+
+@functools.lru_cache  # built anew for each call, 10,042 HellaSwag questions took 63 s of CPU, not 3
+def get_encoding(name):
+    """The tiktoken.Encoding with that name. Raises UserError."""
+    try:
+        encoding = tiktoken.Encoding(**encoding_parts(name))
+    except (OSError, ValueError) as e:  # the download failed, or came damaged
+        raise UserError(f"encoding={name} has no vocabulary ({first_line(e)}): go online once, "
+                        f"point TIKTOKEN_CACHE_DIR to it, or take --encoding=bytes.") from None
+    if "<|endoftext|>" not in encoding.special_tokens_set:
+        raise UserError(f"encoding={name} lacks the special token <|endoftext|>: it begins texts.")
+    return encoding
+
+
+def token_dtype(encoding):
+    """The NumPy type that its ids are stored in."""
+    return np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
+
+
+def write_whole(path, write, verify=None):
+    """write(file) under a temporary name, flush it to the disk, verify(its path), rename it."""
+    part = path.with_name(path.name + ".part")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with open(part, "wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        if verify:
+            verify(part)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def remove_parts(folder):
+    """Delete what write_whole() left in a locked folder when its process was killed."""
+    for part in Path(folder).glob("*.*.part"):  # shard.npy.part, not somebody's movie.part
+        part.unlink()
+
+
+def lock_folder(folder):
+    """Have `folder` alone: keep what this returns, as long as need be. Raises UserError."""
+    import filelock  # torch and datasets depend on it
+    lock = filelock.FileLock(Path(folder, ".lock"))
+    try:
+        lock.acquire(timeout=0)  # the system frees it, however this process ends
+    except filelock.Timeout:
+        raise UserError(f"Another run uses {folder}/: wait, or name another folder.") from None
+    except (NotImplementedError, OSError) as e:  # some network disks have no locks
+        print(f"{folder}/ cannot be locked ({first_line(e)}): no other run may write there.")
+    return lock
+
+
+def parse_flags(cls, doc, presets=None):
+    """{name: text} of the flags given; --help shows presets, {name: {constant: value}}, as well."""
+    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    comments = dict(re.findall(r"^ +(\w+) *:[^#\n]*# *(.*)$", inspect.getsource(cls), re.M))
+    for field in dataclasses.fields(cls):
+        values = [repr(field.default)]
+        for preset, constants in (presets or {}).items():
+            if field.name in constants:
+                values.append(f"in {preset} {constants[field.name]!r}")
+        text = f"{comments.get(field.name)} [{', '.join(values)}]".replace("%", "%%")
+        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text,
+                            metavar="|".join(map(str, get_args(field.type))) or "X")
+
+    def refuse(message):
+        raise UserError(f"{message} (--help lists every flag).")
+    parser.error = refuse
+    return vars(parser.parse_args())
+
+
+def make_config(cls, values):
+    """cls(**values), each value as its annotation says. Raises UserError."""
+    for name in [*vars(cls), *values]:
+        if not name.startswith("_") and name not in cls.__annotations__:
+            raise UserError(f"{name} is mistyped, or lacks a type in Config ({name}: int = 1).")
+    cfg = cls(**values)
+    must_be = {bool: "True or False", int: "a whole number >= 0", float: "a finite number >= 0"}
+    for name, kind in cls.__annotations__.items():
+        value = getattr(cfg, name)
+        try:
+            setattr(cfg, name, typed(value, kind))
+        except (KeyError, TypeError, ValueError):
+            if kind in must_be:
+                raise UserError(f"{name}={value}: it must be {must_be[kind]}.") from None
+            raise UserError(f"{name}={value} is not possible: {kind}.") from None
+    return cfg
+
+
+def typed(value, kind):
+    """`value`, perhaps a text as 1e3, as one of `kind`; KeyError or ValueError if it is none."""
+    if kind is bool:
+        return {"True": True, "False": False}[str(value).capitalize()]
+    if kind in (int, float):
+        number = float(value)
+        if not 0 <= number < float("inf") or (kind is int and not number.is_integer()):
+            raise ValueError
+        return kind(number)
+    if kind is str:
+        return str(value)
+    return {choice: choice for choice in get_args(kind)}[str(value)]  # of a Literal
 
 
 # ----------------------------------------------------------------------------------- documents
@@ -81,23 +213,28 @@ def find_hub_files(source, remote_name):
 
 def read_batches(urls, start):
     """Yield (file, row, texts): batches of rows from the place `start` on. Raises UserError."""
+    import fsspec  # datasets and torch depend on it
     for file in range(start["file"], len(urls)):
         url = urls[file]
         row = start["row"] if file == start["file"] else 0
         read = read_parquet if url.endswith(".parquet") else read_json
         try:
-            for texts in read(url, row):
-                yield file, row, texts
-                row += len(texts)
+            fs, path = fsspec.url_to_fs(url)
+            # 32 MiB a request, as each is waited for; .gz is unpacked
+            with fs.open(path, block_size=32 << 20, compression="infer") as opened:
+                for texts in read(opened, row):
+                    yield file, row, texts
+                    row += len(texts)
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, and all that a network raises
             raise UserError(f"{url} cannot be read from row {row + 1} on ({type(e).__name__}: "
                             f"{first_line(e)}): repair it; the same command continues.") from None
 
 
-def read_parquet(url, first):
+def read_parquet(file, first):
     """Yield lists of texts, None where there is none, from row number `first` on."""
     import pyarrow.parquet as pq
-    parquet = pq.ParquetFile(open_file(url), buffer_size=BATCH_BYTES)  # or it holds a row group
+    # a row group of 409 MB takes 204 MB of memory so, and 560 as it comes
+    parquet = pq.ParquetFile(file, buffer_size=BATCH_BYTES, pre_buffer=False)
     for number in range(parquet.num_row_groups):
         group = parquet.metadata.row_group(number)
         if first >= group.num_rows:
@@ -110,38 +247,32 @@ def read_parquet(url, first):
             first = max(0, first - len(part))
 
 
-def read_json(url, first):
-    """Yield lists of texts, "" where there is none, from line `first` on; no half emoji stays."""
-    lines = io.BufferedReader(open_file(url), BATCH_BYTES)
-    for _ in itertools.islice(lines, first):
-        pass
-    while block := lines.readlines(BATCH_BYTES):
-        texts = []
-        try:
-            for line in block:
-                row = json.loads(line) if line.strip() else {}
-                text = row.get(TEXT) or ""
-                texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-        finally:
-            yield texts  # also those before a line that cannot be read, so that its row is known
-
-
-def open_file(url):
-    """The file at a path or URL, to read bytes from; .gz is unpacked."""
-    import fsspec  # datasets and torch depend on it
-    fs, path = fsspec.url_to_fs(url)
-    return fs.open(path, block_size=32 << 20, compression="infer")  # each request is waited for
+def read_json(file, first):
+    """Yield lists of texts, "" where there is none, from line `first` on; half emojis as U+FFFD."""
+    with io.BufferedReader(file, BATCH_BYTES) as lines:  # a line of fsspec's own takes 2 ms
+        for _ in itertools.islice(lines, first):
+            pass
+        while block := lines.readlines(BATCH_BYTES):
+            texts = []
+            try:
+                for line in block:
+                    row = json.loads(line) if line.strip() else {}
+                    text = row.get(TEXT) or ""
+                    texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+            finally:
+                yield texts  # also those before a line that cannot be read, so its row is known
 
 
 # -------------------------------------------------------------------------------------- tokens
-def tokenize(texts, encoding):
-    """The tokens of a list of texts, (n,) uint16. If "<|endoftext|>" is in one, it is text."""
+def tokenize(texts, name):
+    """The tokens of a list of texts, (n,). "<|endoftext|>" begins each; in a text it is text."""
+    encoding = get_encoding(name)
     end_of_text = np.array([encoding.eot_token])
-    parts = [end_of_text[:0]]
+    parts = [end_of_text[:0]]  # there may be no text
     for text in texts:
         if text and text.strip():
             parts += [end_of_text, encoding.encode_to_numpy(text, disallowed_special=())]
-    return np.concatenate(parts, dtype=np.uint16, casting="unsafe")  # ids are below 2**16
+    return np.concatenate(parts, dtype=token_dtype(encoding), casting="unsafe")  # each id fits
 
 
 def start_worker():
@@ -152,20 +283,20 @@ def start_worker():
     threading.Thread(target=end_with_parent, daemon=True).start()
 
 
-def tokenize_all(batches, nprocs, encoding):
+def tokenize_all(batches, nprocs, name):
     """Yield `batches` with tokens for texts, in order, by `nprocs` processes. Raises UserError."""
     executor = ProcessPoolExecutor(nprocs, multiprocessing.get_context("spawn"), start_worker)
     handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which workers inherit
     for _ in range(nprocs):
-        executor.submit(os.getpid)
+        executor.submit(os.getpid)  # a job starts a worker
     signal.signal(signal.SIGINT, handler)
-    jobs = ((file, row, executor.submit(tokenize, texts, encoding)) for file, row, texts in batches)
+    jobs = ((file, row, executor.submit(tokenize, texts, name)) for file, row, texts in batches)
     try:
-        window = list(itertools.islice(jobs, 3 * nprocs))  # that many batches are in memory
-        while window:
-            file, row, future = window.pop(0)
+        waiting = list(itertools.islice(jobs, 3 * nprocs))  # no more are in memory
+        while waiting:
+            file, row, future = waiting.pop(0)
             yield file, row, future.result()
-            window += itertools.islice(jobs, 1)
+            waiting.extend(itertools.islice(jobs, 1))
     except BrokenProcessPool:
         raise UserError("A worker process died, probably for lack of memory: take a smaller "
                         "--nprocs; the same command continues.") from None
@@ -183,7 +314,7 @@ def settings_of(cfg, files):
 
 
 def find_finished(folder, cfg, files):
-    """The manifest's entries of finished shards. Raises UserError for those of other settings."""
+    """(manifest's entries of finished shards, []); or ([], texts on what is not as it was)."""
     manifest = folder / "manifest.json"
     content = json.loads(manifest.read_bytes()) if manifest.exists() else {}
     made, shards = content.get("settings", {}), content.get("shards", [])
@@ -191,21 +322,26 @@ def find_finished(folder, cfg, files):
     now = settings_of(cfg, files[:used])
     changes = [f"{name} was {made.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                for name in {**made, **now} if made.get(name) != now.get(name)]
-    if not changes:
-        return list(itertools.takewhile(lambda entry: (folder / entry["name"]).exists(), shards))
+    if changes:
+        return [], changes
+    return list(itertools.takewhile(lambda entry: (folder / entry["name"]).exists(), shards)), []
+
+
+def start_over(folder, changes):
+    """Forget a validation shard made with other settings. Raises UserError if there are more."""
     if any(folder.glob("*train*.npy")):
         raise UserError(f"The shards in {folder}/ were made with other settings or files "
                         f"({'; '.join(changes[:3])}): undo that, or take another --local_dir.")
-    manifest.unlink(missing_ok=True)  # a validation shard alone is of no use: all is made again
-    return []
+    (folder / "manifest.json").unlink(missing_ok=True)  # or it would vouch for the next one
 
 
-def cut_shards(results, shard_size, start, files):
-    """Yield (tokens, (n,) uint16; the place where they end) of each shard after place `start`.
+def cut_shards(results, shard_size, dtype, start, n_files):
+    """Yield (tokens, (n,) of `dtype`; the place where they end) of each shard after place `start`.
 
-    A place: `used` tokens from row `row` of file number `file` on; the last, behind all `files`.
+    A place: `used` tokens from row `row` of file number `file` on; the last, behind all files.
+    The next shard overwrites the tokens.
     """
-    shard = np.empty(shard_size, dtype=np.uint16)
+    shard = np.empty(shard_size, dtype)
     filled, used = 0, start["used"]
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:  # on a terminal
         for file, row, tokens in results:
@@ -221,38 +357,49 @@ def cut_shards(results, shard_size, start, files):
                     bar.reset()
             used -= len(tokens)
     if filled:
-        yield shard[:filled], {"file": files, "row": 0, "used": 0}
+        yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
 
 
 def add_shards(cfg, folder, files, shards):
     """Make the shards that follow `shards`, and append their entries. Raises UserError, OSError."""
-    start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}
     encoding = get_encoding(cfg.encoding)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}
     batches = read_batches([url for url, size in files], start)
-    results = tokenize_all(batches, cfg.nprocs or cores, encoding)
-    for tokens, end in cut_shards(results, cfg.shard_size, start, len(files)):
-        name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
-        documents = int(np.count_nonzero(tokens == encoding.eot_token))
-        shards.append({"name": name, "tokens": len(tokens), "documents": documents, **end})
-        manifest = {"settings": settings_of(cfg, files[:end["file"] + 1]), "shards": shards}
-        content = json.dumps(manifest, indent=1).encode()
-        # into a real file, np.save writes by ndarray.tofile(), which misses a full disk
-        write_whole(folder / name, lambda file: np.save(SimpleNamespace(write=file.write), tokens))
-        write_whole(folder / "manifest.json", lambda file: file.write(content))
-        # without its lock: Ctrl-C amid taking it would be an error of tqdm's
-        tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents", nolock=True)
-        if len(shards) == cfg.max_shards:
-            break
+    results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
+    cut = cut_shards(results, cfg.shard_size, token_dtype(encoding), start, len(files))
+    # whatever ends this, they are closed, the last one first: no file or process stays
+    with contextlib.closing(batches), contextlib.closing(results), contextlib.closing(cut):
+        for tokens, end in cut:
+            name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
+            documents = int(np.count_nonzero(tokens == encoding.eot_token))
+            shards.append({"name": name, "tokens": len(tokens), "documents": documents, **end})
+            manifest = {"settings": settings_of(cfg, files[:end["file"] + 1]), "shards": shards}
+            if tokens.dtype != np.uint16:  # without this entry, that is what shards are
+                manifest["dtype"] = tokens.dtype.name
+            content = json.dumps(manifest, indent=1).encode()
+            # into a real file, np.save writes by ndarray.tofile(), which misses a full disk
+            write_whole(folder / name,
+                        lambda file: np.save(SimpleNamespace(write=file.write), tokens))
+            write_whole(folder / "manifest.json", lambda file: file.write(content))
+            # without its lock: Ctrl-C amid taking it would be an error of tqdm's
+            tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents", nolock=True)
+            if len(shards) == cfg.max_shards:
+                break
 
 
 def make_shards(cfg):
     """Make the shards that `cfg` asks for and local_dir lacks. Raises UserError, OSError."""
     begin = time.perf_counter()
+    if cfg.shard_size < 1025:  # a row of train_gpt2.py at T=1024 and the token after it
+        raise UserError(f"shard_size={cfg.shard_size}: take 1025 tokens or more.")
     files = find_files(cfg.source, cfg.remote_name)
     folder = Path(cfg.local_dir)
     lock = lock_folder(folder)  # noqa: F841  held as long as it is referred to
-    shards = find_finished(folder, cfg, files)
+    remove_parts(folder)
+    shards, changes = find_finished(folder, cfg, files)
+    if changes:
+        start_over(folder, changes)
     found = len(shards)
     corpus_is_done = found > 0 and shards[-1]["file"] == len(files)
     if not corpus_is_done and not 0 < cfg.max_shards <= found:
@@ -270,121 +417,13 @@ def make_shards(cfg):
           f"Train on it: python train_gpt2.py --data={folder} --encoding={cfg.encoding}")
 
 
-# ------------------------------------------------------------------- what all scripts agree on
-class UserError(Exception):
-    """A mistake that the user can correct; its text is the one line that is printed."""
-
-
-def first_line(error):
-    """What a library's error says first, cut between words to at most 160 characters."""
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    line = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]  # a mere heading
-    return textwrap.shorten(line.rstrip(".: "), width=160, placeholder=" ...")
-
-
-def get_encoding(name):
-    """tiktoken's "gpt2", or "bytes": every byte a token, and <|endoftext|>. Raises UserError."""
-    ours = tiktoken.Encoding(name="bytes", pat_str=r"(?s:.{1,128})",
-                             mergeable_ranks={bytes([i]): i for i in range(256)},
-                             special_tokens={"<|endoftext|>": 256})
-    try:
-        encoding = ours if name == "bytes" else tiktoken.get_encoding(name)
-    except (OSError, ValueError) as e:  # the download failed, or came damaged
-        raise UserError(f"encoding={name} has no vocabulary ({first_line(e)}): go online once, "
-                        f"point TIKTOKEN_CACHE_DIR to it, or take --encoding=bytes.") from None
-    if encoding.n_vocab > 2**16:
-        raise UserError(f"encoding={name} has {encoding.n_vocab:,} ids: uint16 shards hold 65,536.")
-    return encoding
-
-
-def write_whole(path, write, verify=None):
-    """write(file) under a temporary name, flush it to the disk, verify(its path), rename it."""
-    part = path.with_name(path.name + ".part")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with open(part, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
-        if verify:
-            verify(part)
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
-
-
-def lock_folder(folder):
-    """Have `folder` alone: keep what this returns, as long as need be. Raises UserError."""
-    import filelock  # torch and datasets depend on it
-    lock = filelock.FileLock(Path(folder, ".lock"))
-    try:
-        lock.acquire(timeout=0)  # the system frees it, however this process ends
-    except filelock.Timeout:
-        raise UserError(f"Another run uses {folder}/: wait, or name another folder.") from None
-    except (NotImplementedError, OSError) as e:  # some network disks have no locks
-        print(f"{folder}/ cannot be locked ({first_line(e)}): no other run may write there.")
-    return lock
-
-
-def parse_flags(cls, doc, small=None):
-    """{name: text} of the flags given, of one for each constant of cls; small is for --help."""
-    parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    comments = dict(re.findall(r"^ +(\w+) *:[^#\n]*# *(.*)$", inspect.getsource(cls), re.M))
-    for field in dataclasses.fields(cls):
-        other = f", in SMALL {small[field.name]!r}" if field.name in (small or {}) else ""
-        text = f"{comments.get(field.name)} [{field.default!r}{other}]".replace("%", "%%")
-        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text,
-                            metavar="|".join(map(str, get_args(field.type))) or "X")
-
-    def refuse(message):
-        raise UserError(f"{message} (--help lists every flag).")
-    parser.error = refuse
-    return vars(parser.parse_args())
-
-
-def make_config(cls, values):
-    """cls(**values), each value as its annotation says: 1e3 steps are 1000. Raises UserError."""
-    for name in [*vars(cls), *values]:
-        if not name.startswith("_") and name not in cls.__annotations__:
-            raise UserError(f"{name} is mistyped, or lacks a type in Config ({name}: int = 1).")
-    cfg = cls(**values)
-    wanted = {bool: "True or False", int: "a whole number", float: "a number"}
-    for name, kind in cls.__annotations__.items():
-        value = getattr(cfg, name)
-        try:
-            setattr(cfg, name, typed(value, kind))
-        except (KeyError, TypeError, ValueError):
-            raise UserError(f"{name}={value} is not {wanted.get(kind, f'possible: {kind}')}.")
-    return cfg
-
-
-def typed(value, kind):
-    """`value`, perhaps text, as one of `kind`; KeyError or ValueError if it is none."""
-    if kind is bool:
-        return {"True": True, "False": False}[str(value).capitalize()]
-    if kind is int and not float(value).is_integer():
-        raise ValueError
-    if kind in (int, float, str):
-        return int(float(value)) if kind is int else kind(value)
-    return {choice: choice for choice in get_args(kind)}[str(value)]  # of a Literal
-
-
 # -------------------------------------------------------------------------------- command line
-def parse_args():
-    """Config from the constants above and the command line's flags. Raises UserError."""
-    cfg = make_config(Config, parse_flags(Config, __doc__))
-    if cfg.shard_size < MIN_SHARD_SIZE:
-        raise UserError(f"shard_size={cfg.shard_size}: take {MIN_SHARD_SIZE} tokens or more.")
-    return cfg
-
-
 def main():
     """The exit status: None, a message or a number."""
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # as stderr is
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # clusters send it: like Ctrl-C
     try:
-        cfg = parse_args()
+        cfg = make_config(Config, parse_flags(Config, __doc__))
         make_shards(cfg)
     except UserError as e:
         return f"fineweb.py: {e}"

@@ -5,65 +5,77 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
     tail -f log/log.txt                # <step> train|val|hella <value>
 
-Edit the constants in Config (for a text file: in SMALL), or give any of them
-as a flag (--max_lr=1e-3). Ctrl-C saves and stops; the same command continues.
+Edit the constants in Config (for a text file in SMALL, for a text and weights
+that are given in FINETUNE), or give any of them as a flag (--max_lr=1e-3).
+Ctrl-C saves and stops; the same command continues.
 
 One idea makes the rest simple: the data of a step is a pure function of
 (seed, step). So B and the number of GPUs decide speed and memory only, and
 resuming means starting at a later step.
 """
+import ast
 import contextlib
+import ctypes
 import datetime
 import importlib.util
+import inspect
+import itertools
 import json
 import math
 import os
 import re
+import shutil
 import signal
+import statistics
 import sys
 import threading
 import time
 import traceback
 import zipfile
 import zlib
-from collections import defaultdict
+from collections import Counter, defaultdict, deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
-import numpy as np
-import tiktoken
-import torch
-import torch.distributed as dist
-import torch.nn as nn
-from torch.nn import functional as F
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.parallel import DistributedDataParallel as DDP
+# Read when torch is loaded: so long OpenMP's threads wait busily, for cores that others may have.
+# A step of the quick start beside two busy processes: 91 to 160 ms, without this 96 to 1,700;
+# beside three 168, without it 550; alone 41, without it 40.
+os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
 
-from fineweb import (
-    UserError, first_line, get_encoding, lock_folder, make_config, parse_flags, write_whole)
+import numpy as np  # noqa: E402
+import tiktoken  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+import torch.nn as nn  # noqa: E402
+from torch.nn import functional as F  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
+from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
+from fineweb import (  # noqa: E402
+    UserError, encoding_parts, first_line, get_encoding, lock_folder, make_config, parse_flags,
+    remove_parts, token_dtype, write_whole)
 
 # ---- constants
 @dataclass
 class Config:
     """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
-    encoding: Literal["gpt2", "bytes"] = "gpt2"  # 50,257 tokens; or 257, without a download
+    encoding: str = "gpt2"          # any of tiktoken's; or bytes, which needs no download
     shuffle: bool = True            # shards, and rows in a shard, in a new order each epoch
     seed: int = 1337                # decides initial weights, data order and samples
     # the batch: total_batch_size decides the training, B only memory and speed
-    total_batch_size: int = 524288  # tokens per optimizer step, a multiple of B * T * processes
-    B: int = 64                     # rows per forward pass of a process
+    total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
+    B: int = 64                     # rows per forward pass of a process, at most
     T: int = 1024                   # tokens per row, the context
     # the model: 124M is 12/12/768, 350M 24/16/1024, 774M 36/20/1280, 1.5B 48/25/1600
     n_layer: int = 12               # blocks
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width, a multiple of n_head
     dropout: float = 0.0            # share of activations set to 0 in training; GPT-2 had 0.1
-    init_from: str = "scratch"      # or gpt2 ... gpt2-xl, a Hugging Face folder, a .pt file
+    init_from: str = "scratch"      # or gpt2 ... gpt2-xl, a Hugging Face or run folder, a .pt
     # the optimizer: for these sizes GPT-3 used max_lr 6e-4, 3e-4, 2.5e-4, 2e-4
     optimizer: Literal["adamw", "muon"] = "adamw"  # Muon: for the matrices in the blocks
     max_lr: float = 6e-4            # learning rate after warmup
@@ -72,6 +84,7 @@ class Config:
     lr_shape: Literal["cosine", "linear"] = "cosine"  # of the way to min_lr
     warmup_steps: int = 715         # steps of linear warmup; 375 M tokens, as in GPT-3
     max_steps: int = 19073          # optimizer steps; 10 B tokens / total_batch_size
+    epochs: float = 0.0             # passes over the data; above 0 they decide max_steps
     weight_decay: float = 0.1       # of matrices and embeddings, not of biases and gains
     grad_clip: float = 1.0          # largest norm of the gradient; 0 = no clipping
     # monitoring; 0 = never
@@ -79,21 +92,19 @@ class Config:
     eval_every: int = 250           # steps between validations
     val_tokens: int = 10485760      # tokens a validation reads, always the same ones
     hellaswag_every: int = 250      # steps between scores
-    sample_every: int = 250         # steps between samples
+    sample_every: int = 1000        # steps between samples, for which all other GPUs wait
     sample_prompt: str = "Hello, I'm a language model,"  # how samples begin
     sample_tokens: int = 64         # tokens that they add
     temperature: float = 1.0        # higher is more random, 0 takes the likeliest
     top_k: int = 50                 # draw from the k likeliest tokens; 0 = from all
     sample: int = 0                 # print so many samples, and do not train
     log_dir: str = "log"            # the run: log, checkpoints, curves, export
-    save_every: int = 250           # steps between checkpoints, of which the newest two stay
+    save_every: int = 250           # steps between checkpoints; the newest two and the best stay
     keep_every: int = 5000          # steps between checkpoints that stay for good
     # the machine
     device: str = "auto"            # CUDA, else MPS, else CPU; or cuda:1, mps, cpu
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of products
     compile: Literal["auto", "True", "False"] = "auto"  # torch.compile on CUDA
-    grad_comm: Literal["float32", "bfloat16"] = "float32"  # of gradients between GPUs
-
 
 # For a text file: a small GPT on bytes, for two CPU cores
 SMALL = dict(
@@ -103,6 +114,13 @@ SMALL = dict(
     val_tokens=131072, hellaswag_every=0, sample_every=800, sample_prompt="\n\n",
     sample_tokens=300, log_dir="log_small", compile="False")
 
+# For a text file and weights (init_from), which decide the shape, the encoding, the longest T, and
+# with their width the rate: Adam's best falls as 1 / width (Yang et al. 2022), 1.3e-4 for gpt2
+FINETUNE = dict(
+    total_batch_size=2048, B=4, T=1024, max_lr=0.1, min_lr=0.0, lr_shape="linear",  # / n_embd
+    warmup_steps=10, epochs=4.0, eval_every=10, val_tokens=131072, hellaswag_every=0,
+    sample_every=50, sample_prompt="\n", sample_tokens=100, save_every=10, keep_every=0,
+    log_dir="log_finetune")
 
 # ---- GPT-2
 @dataclass
@@ -116,18 +134,22 @@ class GPTConfig:
     n_vocab: int = 50257     # ids in use; the padding is never predicted
     dropout: float = 0.0     # on in train_step() only
 
+def undrawn(layer):
+    """The layer with weights of NaN, for GPT.init_weights to draw, and a bias of zeros."""
+    nn.init.constant_(layer.weight, math.nan)
+    if getattr(layer, "bias", None) is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
 
 Norm = nn.LayerNorm  # two in each block, and one at the end
 
-
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a token attends to itself and to earlier tokens."""
-
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)  # query, key, value at once
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd)
+        self.c_attn = undrawn(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
+        self.c_proj = undrawn(nn.Linear(config.n_embd, config.n_embd))
         self.dropout = config.dropout
 
     def forward(self, x):
@@ -138,23 +160,19 @@ class CausalSelfAttention(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # concatenate the heads
 
-
 class MLP(nn.Module):
     """What a token computes by itself: four times as wide, a GELU, and back."""
-
     def __init__(self, config):
         super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.c_fc = undrawn(nn.Linear(config.n_embd, 4 * config.n_embd))
         self.gelu = nn.GELU(approximate="tanh")  # the approximation that GPT-2 was trained with
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd)
+        self.c_proj = undrawn(nn.Linear(4 * config.n_embd, config.n_embd))
 
     def forward(self, x):
         return self.c_proj(self.gelu(self.c_fc(x)))
 
-
 class Block(nn.Module):
     """Attention, in which tokens exchange information, then the MLP. Both add to x."""
-
     def __init__(self, config):
         super().__init__()
         self.ln_1 = Norm(config.n_embd)
@@ -167,47 +185,51 @@ class Block(nn.Module):
         x = x + self.dropout(self.attn(self.ln_1(x)))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
-
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019, section 2.3), its parameters named as in OpenAI's weights."""
-
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict(dict(
-            wte=nn.Embedding(config.vocab_size, config.n_embd),
-            wpe=nn.Embedding(config.block_size, config.n_embd),
+            wte=undrawn(nn.Embedding(config.vocab_size, config.n_embd)),
+            wpe=undrawn(nn.Embedding(config.block_size, config.n_embd)),
             h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             ln_f=Norm(config.n_embd)))
         self.dropout = nn.Dropout(config.dropout)
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = undrawn(nn.Linear(config.n_embd, config.vocab_size, bias=False))
         # The input embedding is also the output matrix: similar tokens are similar in both
         # roles, and 39 M parameters are saved (Press and Wolf 2017)
         self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
         self.eval()  # dropout is on in train_step() only
 
+    @torch.no_grad()
     def init_weights(self):
-        """Normal(0, 0.02) and zero biases, as in OpenAI's code, replacing modules' own.
+        """Draw what is undrawn from Normal(0, 0.02), positions, too; what is set stays.
 
         The 2 * n_layer projections that add to x have their std divided by that number's root,
-        so that the variance does not grow with depth (GPT-2, section 2.3).
+        so that the variance does not grow with depth (GPT-2, section 2.3). A draw follows from
+        torch's seed and the parameter's name: an added layer leaves the others' draws alone.
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        for name, p in self.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(p)
-            elif name.endswith("weight") and p.dim() == 2:  # gains, 1-D, stay 1
-                std = residual_std if name.endswith("c_proj.weight") else 0.02
-                nn.init.normal_(p, std=std)
-        with torch.no_grad():  # no gradient ever reaches the padding, so it stays at zero
-            self.transformer.wte.weight[self.config.n_vocab:] = 0
+        for name, p in self.named_parameters():  # lm_head.weight comes as transformer.wte.weight
+            std = residual_std if name.endswith("c_proj.weight") else 0.02
+            generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
+            draw = torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator)
+            p.copy_(torch.where(p.isnan(), draw.to(p.device), p))
+        # No gradient ever reaches the padding, so it stays at zero
+        self.transformer.wte.weight[self.config.n_vocab:] = 0
+
+    @classmethod
+    def from_pretrained(cls, name):
+        """The GPT of gpt2 ... gpt2-xl, a Hugging Face or run folder, or a .pt file."""
+        return load_weights(str(name))[0]
 
     def hidden(self, idx):
         """Final hidden states (B, T, C) of token ids idx (B, T)."""
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):  # the residual stream, too
+        if torch.is_autocast_enabled(x.device.type):  # or the residual stream stays float32
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.dropout(x)
         for block in self.transformer.h:
@@ -215,22 +237,22 @@ class GPT(nn.Module):
         return self.transformer.ln_f(x)
 
     def to_logits(self, x):
-        """Logits (..., vocab_size) of hidden states (..., C): for loss, samples and scores."""
-        logits = self.lm_head(x).float()  # or a GPU would compute the loss in bfloat16
-        # The padding gets no probability; kernels are slow on rows of 50,257
-        padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
-        return logits.masked_fill(padding, -1e30)
+        """Logits (..., n_vocab) of hidden states (..., C): for loss, samples and scores."""
+        # With the padding, since GPUs are slow on 50,257 columns; in float32, for the loss
+        return self.lm_head(x)[..., :self.config.n_vocab].float()
 
     def forward(self, idx, targets=None, return_logits=True):
         """Logits (B, T, n_vocab) of idx (B, T), and the mean loss in nats of targets (B, T).
 
-        Targets of -100 do not count. Training asks for the loss alone: for returned logits a
-        compiled model makes a gradient of zeros, 13 GB at B=64.
+        Targets of -100 do not count. "val" is this loss, too: a term that only training minimises
+        belongs under `if self.training`. Training asks for the loss alone: for returned logits
+        a compiled model makes a gradient of zeros, 13 GB at B=64.
         """
-        logits, loss = self.to_logits(self.hidden(idx)), None  # (B, T, vocab_size)
+        logits, loss = self.to_logits(self.hidden(idx)), None  # (B, T, n_vocab)
         if targets is not None:
-            loss = F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        return (logits[..., :self.config.n_vocab] if return_logits else None), loss
+            total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
+            loss = total / (targets >= 0).sum().clamp(min=1)  # 0 where no target counts
+        return (logits if return_logits else None), loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
@@ -242,7 +264,7 @@ class GPT(nn.Module):
             temperature, top_k = 1.0, 1
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            logits = self.to_logits(self.hidden(context)[:, -1])[:, :self.config.n_vocab]
+            logits = self.to_logits(self.hidden(context)[:, -1])  # (B, n_vocab)
             if top_k:
                 kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth_best, -math.inf)
@@ -251,16 +273,14 @@ class GPT(nn.Module):
             idx = torch.cat((idx, token), dim=1)
         return idx
 
-
 # ---- data
 class DataLoaderLite:
     """Rows of T tokens out of shards. Which row has which number depends on the seed alone.
 
     Row i of a shard is its tokens i * T ... (i + 1) * T: T inputs, and the last target, with
     which the next row begins. Row numbers go on for ever: an epoch visits each row once, in file
-    order or in one drawn from (seed, epoch). With recut, a later epoch's rows begin earlier.
+    order or in one drawn from (seed, epoch). With recut, a later epoch cuts its rows elsewhere.
     """
-
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         """shards: paths of .npy files, or arrays of token ids (N,)."""
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
@@ -274,7 +294,7 @@ class DataLoaderLite:
         """The number of the shard that a row is in, and the token at which it begins there.
 
         Say there are shards of 3, 5 and 4 rows, T is 10, and this epoch visits shards 2, 0, 1:
-        row 5 is the second of shard 0. With its rows in the order 1, 2, 0, that is row 2.
+        row 5 is the second of shard 0. With its rows in the order 1, 2, 0, that is its row 2.
         """
         epoch, row = divmod(row, self.rows_per_epoch)
         shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)
@@ -284,7 +304,8 @@ class DataLoaderLite:
         rows = int(self.rows_in_shard[number])           # 3
         begin = int(ends[i]) - rows                      # 4
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        earlier = int(0.618 * epoch * self.T) % self.T if self.recut else 0  # 0, then far apart
+        fraction = 0.618  # of the golden ratio: its multiples, modulo 1, are far apart
+        earlier = int(fraction * epoch * self.T) % self.T if self.recut else 0
         return number, max(0, int(row_order[row - begin]) * self.T - earlier)
 
     def read(self, row, B):
@@ -296,7 +317,8 @@ class DataLoaderLite:
                 self.open_number, self.tokens = number, open_shard(self.shards[number])
             rows[b] = self.tokens[start:start + self.T + 1]
             if rows[b].max() >= self.n_vocab:
-                raise UserError(f"{self.shards[number]} holds ids of another --encoding.")
+                raise UserError(f"{self.shards[number]} holds id {rows[b].max()} of {self.n_vocab}:"
+                                " name the --encoding that it was made with.")
         return rows
 
     def batch(self, row, B, device=torch.device("cpu")):
@@ -307,20 +329,14 @@ class DataLoaderLite:
         rows = rows.to(device, non_blocking=device.type == "cuda")
         return rows[:, :-1], rows[:, 1:]
 
-
 @lru_cache(maxsize=4)  # the orders in use: those of all shards would need much memory
 def permutation(shuffle, n, *key):
     """0 ... n - 1, shuffled by key or in order. RandomState is the same in every NumPy."""
     return np.random.RandomState(key).permutation(n) if shuffle else np.arange(n)
 
-
-def first_row(cfg, step, micro_step):
-    """The row at which this process begins a micro-step.
-
-    A step's rows are dealt out B at a time, to rank 0, rank 1, ..., and again to rank 0.
-    """
-    return step * (cfg.total_batch_size // cfg.T) + (micro_step * world_size() + rank()) * cfg.B
-
+def rows_before(cfg, step):
+    """Rows that all steps before this one read: a batch that grows is an edit of this alone."""
+    return step * (cfg.total_batch_size // cfg.T)
 
 # ---- optimizers
 def get_lr(step, cfg):
@@ -333,32 +349,16 @@ def get_lr(step, cfg):
         remaining = 0.5 * (1 + math.cos(math.pi * progress))
     return cfg.min_lr + (cfg.max_lr - cfg.min_lr) * remaining
 
-
 def newton_schulz(G):
-    """Push the singular values of matrices G (n, rows, columns) towards 1 (Jordan et al. 2024).
-
-    A step is X <- P X with A = X X^T and P = a I + b A + c A^2: a singular value x becomes
-    a x + b x^3 + c x^5. With a wide X it costs less to change the square, A <- P A P, and apply
-    Q, the product of their P, to X after three steps, then two: rounding (TF32) allows no more.
-    """
+    """Push the singular values x of wide matrices G (n, rows, columns) towards 1: a step makes
+    a x + b x^3 + c x^5 of each (Jordan et al. 2024)."""
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0, to lift small values
-
-    def polynomial(A):
-        P = torch.baddbmm(A, A, A, beta=b, alpha=c)
-        P.diagonal(dim1=-2, dim2=-1).add_(a)
-        return P
-
     X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
-    for steps in (3, 2) if X.size(-2) < X.size(-1) else (1, 1, 1, 1, 1):
-        A = X @ X.mT
-        Q = P = polynomial(A)
-        for _ in range(steps - 1):
-            A = P @ A @ P
-            P = polynomial(A)
-            Q = P @ Q
-        X = Q @ X
+    for _ in range(5):
+        A = X @ X.mT                                    # (n, rows, rows)
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c)     # b A + c A^2
+        X = torch.baddbmm(X, P, X, beta=a)              # a X + P X
     return X
-
 
 class Muon(torch.optim.Optimizer):
     """Momentum, orthogonalized (Jordan et al. 2024), for the named matrices in the blocks.
@@ -367,7 +367,6 @@ class Muon(torch.optim.Optimizer):
     are learned too. The factor 0.2 sqrt(longer side) makes its updates as large as AdamW's:
     both can share a learning rate (Liu et al. 2025, section 2.2).
     """
-
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.float32):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
         self.dtype = dtype  # of Newton-Schulz
@@ -382,10 +381,12 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            by_shape = defaultdict(list)  # equal matrices are a batch
+            by_shape = defaultdict(list)  # equal matrices are a batch: fewer, larger products
             for name, p in zip(group["param_names"], group["params"]):
+                if p.grad is None:  # frozen, or not used in this step
+                    continue
                 gradient = self.smoothed_gradient(p, group["momentum"])
-                # query, key and value are a matrix each; GQA's stay one
+                # query, key and value are a matrix each; a c_attn of another shape stays one
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
                 for weight, G in zip(p.chunk(n), gradient.chunk(n)):
                     if G.size(0) > G.size(1):  # wide is cheaper
@@ -397,29 +398,26 @@ class Muon(torch.optim.Optimizer):
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(columns))
 
-
 def configure_optimizers(raw_model, cfg, dtype=torch.float32):
-    """[AdamW], or [AdamW, Muon], where Muon has the matrices in the blocks."""
+    """[AdamW], or [AdamW, Muon], where Muon has the matrices in the blocks. The rate that a group
+    is made with is its highest: step_optimizers() scales it as get_lr() does max_lr."""
     blocks = raw_model.transformer.h.named_parameters() if cfg.optimizer == "muon" else []
-    matrices = [(name, p) for name, p in blocks if p.dim() == 2]
+    matrices = [(name, p) for name, p in blocks if p.dim() == 2 and p.requires_grad]
     for_muon = {p for _, p in matrices}
-    decayed = [p for p in raw_model.parameters() if p.dim() >= 2 and p not in for_muon]
-    # biases and gains do not decay: towards 0 they would only distort the model
-    plain = [p for p in raw_model.parameters() if p.dim() < 2]
-    groups = [dict(params=decayed, weight_decay=cfg.weight_decay, lr_ratio=1.0),
-              dict(params=plain, weight_decay=0.0, lr_ratio=1.0)]
+    others = [p for p in raw_model.parameters() if p.requires_grad and p not in for_muon]
+    groups = [dict(params=[p for p in others if p.dim() >= 2], weight_decay=cfg.weight_decay),
+              # biases and gains do not decay: towards 0 they would only distort the model
+              dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0)]
     # betas and eps as in GPT-3, appendix B; fused: in one kernel
     adamw = torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
     if not matrices:
         return [adamw]
-    group = dict(params=matrices, weight_decay=cfg.weight_decay, lr_ratio=cfg.muon_lr_ratio)
-    return [adamw, Muon([group], lr=cfg.max_lr, dtype=dtype)]
-
+    return [adamw, Muon(matrices, cfg.max_lr * cfg.muon_lr_ratio, cfg.weight_decay, dtype=dtype)]
 
 # ---- training
 @dataclass
 class State:
-    """All that the coming steps depend on, besides the constants and the data.
+    """What a checkpoint holds: ALL THAT LATER STEPS DEPEND ON, besides constants and data.
 
     raw_model, the GPT, is compiled in place: raw_model(x) runs compiled, .generate(x) does not.
     """
@@ -428,27 +426,38 @@ class State:
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; idle otherwise
     step: int = 0                 # optimizer steps done
 
+    def __post_init__(self):  # of each optimizer's groups, before a checkpoint's rates replace them
+        self.peak_lrs = [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
+
+    @property
+    def eval_model(self):
+        """What is validated, scored, sampled, saved as "model", exported: return averages here."""
+        return self.raw_model
+
     def state_dict(self):
         return {"step": self.step,
-                "model": self.raw_model.state_dict(),
+                "model": self.eval_model.state_dict(),
+                "trained": self.raw_model.state_dict(),  # the same tensors, unless averaged
                 "gpt_config": asdict(self.raw_model.config),
                 "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+                "optimizer_names": [type(optimizer).__name__ for optimizer in self.optimizers],
                 "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, saved):
         self.step = saved["step"]
-        self.raw_model.load_state_dict(saved["model"])
+        names = [type(optimizer).__name__ for optimizer in self.optimizers]
+        if saved.get("optimizer_names", names) != names:
+            raise ValueError(f"its optimizers are {saved['optimizer_names']}, here are {names}")
+        self.eval_model.load_state_dict(saved["model"])
+        self.raw_model.load_state_dict(saved.get("trained", saved["model"]))
         for optimizer, content in zip(self.optimizers, saved["optimizers"], strict=True):
-            for old, new in zip(content["param_groups"], optimizer.param_groups):
-                old |= new | {"params": old["params"]}  # betas and the like are the code's
             optimizer.load_state_dict(content)
         if saved["scaler"]:
             self.scaler.load_state_dict(saved["scaler"])
 
-
 @dataclass
 class Run:
-    """What train() works with; set_up() builds it."""
+    """What train() works with. NOTHING HERE OUTLIVES A RESTART: set_up() builds it anew."""
     cfg: Config
     state: State
     device: torch.device
@@ -457,81 +466,91 @@ class Run:
     autocast: partial             # a context, products in dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
-    fingerprint: str              # of the data
-    hellaswag: object             # what hellaswag_scorer() returns
-    signal: threading.Event       # Ctrl-C or SIGTERM came to this process
-    log: "Log"                    # log.txt, on rank 0
-    thread: ThreadPoolExecutor    # saves, and draws curves
-    saving: Future                # the last save; its result is its step, or -1
-    drawing: Future               # the last one
-    stopping: bool = False        # a signal came to a process
-
+    tokens_per_byte: float        # of the validation text: turns nats per token into nats per byte
+    hellaswag: object             # a function that returns acc_norm, or None
+    folder: "RunFolder"           # log.txt, checkpoints and the rest of log_dir
+    signal_came: threading.Event  # Ctrl-C or SIGTERM, to this process
+    stopping: bool = False        # a signal came to any process
+    validated_step: int = -1      # the last step that was validated here
+    step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # of the last steps
+    said: list = field(default_factory=list)  # reported streams that stdout has not shown yet
 
 @torch.no_grad()
 def validation_loss(run, loader, model=None):
-    """Mean loss of raw_model, or another model, in nats per token over val_tokens tokens.
+    """Mean loss of eval_model, or another model, in nats per token over val_tokens tokens.
 
-    Each process sums up its share of the rows: neither B nor how many there are matters.
+    Each process sums over its share of the rows: B and the number of processes do not matter.
     """
-    cfg, model = run.cfg, model or run.state.raw_model
+    cfg, model = run.cfg, model or run.state.eval_model
     rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
-    total = torch.zeros((), device=run.device)
+    total = counted = torch.zeros((), device=run.device)
     for row in range(rank() * cfg.B, rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
         y = y.clone()          # x is in the same memory
         y[rows - row:] = -100  # rows of the last batch that are past val_tokens do not count
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
-        total += loss * min(cfg.B, rows - row)
-    return sum_over_ranks(total).item() / rows
-
+        total = total + loss * (y >= 0).sum()
+        counted = counted + (y >= 0).sum()
+    total, counted = sum_over_ranks(torch.stack((total, counted))).tolist()
+    return total / counted
 
 def train_step(run):
-    """One optimizer step on total_batch_size tokens.
-
-    Returns the mean loss of this process's rows and the gradient's norm before clipping, on
-    the device. Except in float16, nothing here waits for a GPU.
-    """
+    """One optimizer step. Returns the mean loss of this process's rows and the gradient's norm
+    before clipping, on the device. Except in float16, nothing here waits for a GPU."""
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
-    micro_steps = cfg.total_batch_size // (cfg.B * cfg.T * world_size())
-    mean_loss = torch.zeros((), device=run.device)
+    # A step's rows are dealt out B at a time, to rank 0, rank 1, ..., and again to rank 0
+    begin, end = rows_before(cfg, state.step), rows_before(cfg, state.step + 1)
+    check_rows(cfg, state.step, end - begin)
+    my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
+    mean_loss = counted_share = torch.zeros((), device=run.device)
     ddp_model.train()
-    for micro_step in range(micro_steps):
-        row = first_row(cfg, state.step, micro_step)
-        # What torch draws below, as for dropout, follows from the row
-        torch.manual_seed(int(np.random.SeedSequence((cfg.seed, row)).generate_state(1)[0]))
+    for row in my_rows:
+        # What torch draws below, as for dropout, follows from the first row (so with B, too)
+        torch.manual_seed(seed_from(cfg.seed, row))
         x, y = run.train_loader.batch(row, cfg.B, run.device)
         # DDP averages the gradients over the processes during backward, which only the last
         # micro-step needs. no_sync() encloses the forward pass too, where DDP prepares it.
         sync = contextlib.nullcontext()
-        if world_size() > 1 and micro_step < micro_steps - 1:
+        if world_size() > 1 and row != my_rows[-1]:
             sync = ddp_model.no_sync()
         with sync:
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # backward() adds to the gradients. The loss is a mean over B rows: divided by the
-            # number of micro-steps, they add up to the gradient of the mean over all rows.
-            state.scaler.scale(loss / micro_steps).backward()
-        mean_loss += loss.detach() / micro_steps
+            # backward() adds to the gradients. Each mean loss counts by its share of the step's
+            # targets on this process, so that the sum is the mean over the whole step.
+            share = (y >= 0).sum() / (y.numel() * len(my_rows))
+            state.scaler.scale(loss * share).backward()
+        mean_loss = mean_loss + loss.detach() * share
+        counted_share = counted_share + share
     ddp_model.eval()
-    for optimizer in state.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = get_lr(state.step, cfg) * group["lr_ratio"]
+    counted_share = sum_over_ranks(counted_share) / world_size()  # 1, if no target is -100
+    # If an edit draws noise below, it is the same on all ranks: they train the same model
+    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
+    norm = step_optimizers(state, cfg, counted_share)
+    state.step += 1
+    return mean_loss / counted_share, norm
+
+def step_optimizers(state, cfg, counted_share):
+    """Divide gradients by counted_share, clip them, step. Returns their norm before clipping."""
+    for optimizer, lrs in zip(state.optimizers, state.peak_lrs):
         state.scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
+        for group, lr in zip(optimizer.param_groups, lrs):
+            group["lr"] = lr * get_lr(state.step, cfg) / cfg.max_lr
+    gradients = [p.grad for p in state.raw_model.parameters() if p.grad is not None]
+    norm = nn.utils.get_total_norm(gradients) / counted_share
+    factor = ((cfg.grad_clip or math.inf) / (norm + 1e-6)).clamp(max=1.0) / counted_share
+    torch._foreach_mul_(gradients, factor)  # in few kernels
     for optimizer in state.optimizers:
         if not state.scaler.is_enabled() or norm.isfinite():  # all optimizers step, or none
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
-    state.step += 1
-    return mean_loss, norm
-
+    return norm
 
 def due(every, run):
     """Whether it is time: every so many steps (0 is never), and after the last one."""
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
-
 
 def train(run):
     """Save, evaluate, take a step; until max_steps, or until a signal."""
@@ -539,33 +558,133 @@ def train(run):
     while not run.stopping:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            save(run)  # first, so that an evaluation that fails costs no steps
+            run.folder.save(state)  # first, so that an evaluation that fails costs no steps
         if due(cfg.eval_every, run):
-            report(run, step, "val", validation_loss(run, run.val_loader), "val loss")
+            validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag:
-            report(run, step, "hella", run.hellaswag(), "HellaSwag acc_norm")
+            report(run, step, "hella", run.hellaswag())
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
-            draw(run)
-        if due(cfg.sample_every, run) and (step > 0 or step == cfg.max_steps):
-            print_samples(run)
-        if step == cfg.max_steps:
+            print_line(run, step)
+            run.folder.draw()
+        if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):  # trained, or asked for
+            print_sample(run)
+        if step >= cfg.max_steps:
             break
         start = time.perf_counter()
         loss, norm = train_step(run)
-        report_step(run, loss, norm, start)
+        loss, norm, run.stopping = over_all_processes(run, loss, norm)  # waits for the GPU
+        run.step_seconds.append(time.perf_counter() - start)
+        check_step(run, loss, norm)
+        report_step(run, loss, norm)
     finish(run)
 
 
 # ==== part two: what a long run on real machines needs
+# ---- command line and settings: the first lines say which apply; what cannot be is refused
+PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
+
+def main():
+    sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save yet
+    code_checksum()  # now, since the file may be edited while it trains
+    try:
+        cfg, first_lines = choose_settings(parse_flags(Config, __doc__, PRESETS))
+        device = pick_device(cfg.device)
+        if "RANK" in os.environ:
+            join_processes(device)
+        if cfg.sample:
+            sample_only(cfg, device)
+        else:
+            print0(first_lines)
+            check_config(cfg)
+            run = set_up(cfg, device)
+            with contextlib.closing(run.folder):  # whatever ends train(), a save is finished
+                train(run)
+            del run  # it holds DDP and its group
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except Exception as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            error = UserError("Out of memory: a smaller --B trains the same model.")
+        if isinstance(error, UserError):
+            print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        if dist.is_initialized():
+            os._exit(1)  # a normal exit would wait for others, which may wait for this one
+        sys.exit(1)
+
+def is_text(data):  # else it is a folder of shards
+    return Path(data).is_file()
+
+def choose_settings(flags):
+    """The constants that apply, and the first lines, which name them."""
+    data, first = flags.get("data", Config.data), ""
+    if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
+        data = str(Path(__file__).resolve().with_name("input.txt"))
+        first = ("Quick start, a small GPT on Shakespeare: edu_fineweb10B/ holds no shards.\n"
+                 "For GPT-2 (124M): python fineweb.py, and the same command again.\n\n")
+    init_from, name = flags.get("init_from", Config.init_from), "Config"
+    if is_text(data):
+        name = "SMALL" if init_from == "scratch" else "FINETUNE"
+    preset, decided = PRESETS[name], {}
+    if init_from != "scratch":
+        log_dir = flags.get("log_dir", PRESETS[name].get("log_dir", Config.log_dir))
+        config, encoding, _ = read_weights(log_dir if find_checkpoints(log_dir) else init_from)
+        decided = {key: value for key, value in config.items() if key in asdict(Config())}
+        decided |= {"encoding": encoding} if encoding else {}
+        for constant in flags.keys() & decided.keys():
+            raise UserError(f"init_from={init_from} decides {constant}: leave out --{constant}.")
+        if name == "FINETUNE":
+            decided["T"] = min(preset["T"], 2 ** int(math.log2(config["block_size"])))
+            decided["max_lr"] = preset["max_lr"] / config["n_embd"]
+    if "max_steps" in flags:  # which epochs would decide
+        preset = preset | {"epochs": 0.0}
+    cfg = make_config(Config, {"data": data} | preset | decided | flags)
+    if name == "Config":
+        return cfg, "settings  Config, as data is not a text file"
+    values = " ".join(f"{constant}={getattr(cfg, constant)!r}" for constant in preset | decided)
+    weights = " and weights are given" if name == "FINETUNE" else ""
+    return cfg, f"{first}settings  {name}, not Config, as data is a text file{weights}:\n{values}"
+
+def check_config(cfg):
+    """Raise UserError for constants that make no training; lower B to one that fits a step."""
+    for name in ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens"):
+        if getattr(cfg, name) < 1:
+            raise UserError(f"{name}={getattr(cfg, name)}: it must be 1 or more.")
+    if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
+        raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
+    if cfg.dropout >= 1:
+        raise UserError(f"dropout={cfg.dropout} leaves nothing: it must be below 1, as 0.1.")
+    if cfg.n_embd % cfg.n_head:
+        raise UserError(f"n_embd={cfg.n_embd} is no multiple of n_head={cfg.n_head}: change one.")
+    if not is_text(cfg.data) and not all(find_shards(cfg.data)):
+        raise UserError(f"data={cfg.data} is no text, and no folder with *_train_*.npy and "
+                        "*_val_*.npy: run fineweb.py, or name another --data.")
+    together = cfg.T * world_size()
+    if cfg.total_batch_size % together:
+        fitting = max(1, round(cfg.total_batch_size / together)) * together
+        raise UserError(f"total_batch_size={cfg.total_batch_size} is no multiple of T * processes "
+                        f"= {cfg.T} * {world_size()}: take --total_batch_size={fitting}, say.")
+    rows = max(1, rows_before(cfg, 1) // world_size())
+    cfg.B = max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
+
+def check_rows(cfg, step, rows):  # of a step, which an edited rows_before() may spoil
+    if rows < 1 or rows % (cfg.B * world_size()):
+        raise UserError(f"Step {step} has {rows} rows: rows_before() must give each step a "
+                        f"multiple of B * processes = {cfg.B} * {world_size()}, or B be lower.")
 
 # ---- processes: torchrun starts one for each GPU, and ends all when one fails
 def rank():
     return int(os.environ.get("RANK", 0))
 
-
 def world_size():  # Slurm may set it without RANK
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
+def seed_from(*key):
+    """A seed that follows from numbers and names: what is random is a function of them."""
+    numbers = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key]
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 def print0(text):
     """Print from rank 0, in one piece: the thread that saves prints too."""
@@ -573,25 +692,24 @@ def print0(text):
         with contextlib.suppress(OSError, RuntimeError):  # a full disk, or a signal amid a print
             print(f"{text}\n", end="", flush=True)
 
-
-print0_once = lru_cache(print0)
-
-
 def from_rank_0(value):
     values = [value]
     if world_size() > 1:
         dist.broadcast_object_list(values)
     return values[0]
 
-
 def sum_over_ranks(tensor):
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
-
 def join_processes(device):
-    # first, or its defaults keep the group alive, whose threads may abort the exit
+    machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
+    if machines > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        # each counts its own restarts, so the prefix below would differ between them
+        raise UserError(f"torchrun --max-restarts is for one machine, these are {machines}: leave "
+                        "it out; after a crash, the same command continues.")
+    # before there is a group: else its default arguments keep that alive, and abort some exits
     import torch.distributed.nn  # noqa: F401
     # torchrun's store outlives a restart: with a prefix, nobody finds addresses of the dead
     store = next(dist.rendezvous("env://"))[0]
@@ -601,49 +719,78 @@ def join_processes(device):
                             world_size=world_size(), device_id=gpu,
                             timeout=datetime.timedelta(hours=1))  # rank 0 checks and exports alone
 
-
-def wrap_ddp(raw_model, cfg):
-    if world_size() == 1:
-        return raw_model
-    # 25 MB, the default, would cut a compiled model into 14 graphs
-    ddp_model = DDP(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=100)
-    if cfg.grad_comm == "bfloat16":
-        from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
-        ddp_model.register_comm_hook(None, lambda _, bucket: bf16_compress_hook(None, bucket))
-    return ddp_model
-
-
-def catch_signals():
-    event = threading.Event()
+def catch_signals(cfg):  # an event that Ctrl-C and SIGTERM set
+    event, alone = threading.Event(), "RANK" not in os.environ
 
     def receive(number, frame):
+        if event.is_set() and number == signal.SIGINT and alone:
+            newest = next(iter(find_checkpoints(cfg.log_dir).values()), "no checkpoint")
+            print0(f"Ended at once. What stays: {newest}; the same command continues there.")
+            os._exit(130)  # under torchrun a second one comes by itself, which passes it on
         event.set()
-        print0("Stopping after this step and a save. Ctrl-\\ ends at once.")
+        print0("Stopping after this step and a save." + " Ctrl-C again ends at once." * alone)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, receive)
     return event
 
+# ---- the machine: "auto" takes what is fast here; a GPU that cannot be used is named
+OTHER_TORCH = ("another torch, as pip install 'torch<2.15' --index-url "
+               "https://download.pytorch.org/whl/cu126, which has code for old GPUs and drivers")
 
-# ---- device, dtype, compile: "auto" takes what is fast here
 def pick_device(name):
+    """The torch.device of a name, ready to use. Raises UserError if it cannot be used."""
+    # Most often the driver is older than torch's CUDA
+    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
+    no_gpu = (f"torch {torch.__version__}, built for {built}, sees no GPU: install a newer driver, "
+              f"or {OTHER_TORCH}.")
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo has no MPS tensors
-        name = "mps" if mps else "cpu"
-        if torch.cuda.is_available():
-            name = "cuda"
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        if name == "cpu" and shutil.which("nvidia-smi"):
+            print0(f"!!! Training on the CPU: {no_gpu}")
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    if not re.fullmatch(r"cpu|mps|cuda:\d+", name):
+        raise UserError(f"device={name} is unknown: cuda, cuda:1, mps or cpu.")
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise UserError(f"device={name}: torch {torch.__version__} sees no GPU here.")
+            raise UserError(f"device={name}: {no_gpu}")
+        check_gpu(device)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32
+    if device.type == "cpu":
+        keep_freed_memory()
     return device
 
+def check_gpu(device):
+    """Raise UserError if there is no such GPU, or torch has no code for it."""
+    if device.index >= torch.cuda.device_count():
+        raise UserError(f"There is no {device}: torch sees {torch.cuda.device_count()} GPU(s), and "
+                        "each process needs its own: lower --nproc_per_node.")
+    (major, minor), known = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    # sm_86 runs on 8.6 to 8.9, compute_86 on all from 8.6 on; sm_90a is 9.0 with more
+    for kind, *built in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(known)):
+        built = tuple(map(int, built))
+        if built <= (major, minor) and (kind == "compute" or built[0] == major):
+            return
+    if not torch.version.hip:  # AMD's have other names
+        raise UserError(f"{torch.cuda.get_device_name(device)} has compute capability {major}."
+                        f"{minor}, torch {torch.__version__} has code for {' '.join(known)}: "
+                        f"install {OTHER_TORCH}.")
 
-def pick_dtype(choice, device):
-    """The dtype of matrix products."""
+def keep_freed_memory():
+    """Have glibc keep freed memory for the next step; elsewhere (macOS, Windows, musl) nothing.
+
+    Else each array above 32 MB is new memory, whose pages the kernel clears. A step of the 124M
+    on a CPU, 8 x 256 tokens in bfloat16: 2.0 s, without this 3.1 to 4.4; memory 4.2 and 3.9 GB.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)   # M_MMAP_MAX: no array gets a mapping of its own
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: nothing is given back
+
+def pick_dtype(choice, device):  # of matrix products
     if choice != "auto":
         return getattr(torch, choice)
     if device.type == "cuda":  # is_bf16_supported() is true on V100 and T4 too, which emulate it
@@ -652,71 +799,71 @@ def pick_dtype(choice, device):
     cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
     return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
+def pick_compile(choice, device):
+    # Windows often has no Triton, which needs compute capability 7.0
+    fast = (device.type == "cuda" and importlib.util.find_spec("triton") is not None
+            and torch.cuda.get_device_capability(device) >= (7, 0))
+    return fast if choice == "auto" else choice == "True"
 
-# Dense 16-bit TFLOP/s, summed in float32, from NVIDIA's data sheets
-PEAK_TFLOPS = {"B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835,
-               "H100": 989, "A100": 312, "A10G": 70, "L40S": 362, "L4": 121, "V100": 125, "T4": 65,
-               "RTX 6000 Ada": 364, "RTX 5090": 209, "RTX 4090": 165, "RTX 3090": 71}
-
-
-def peak_flops(device):
-    """The GPU's peak in FLOP/s, 0 if unknown."""
-    gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    words = set(gpu.replace("-", " ").split())
-    found = [peak for name, peak in PEAK_TFLOPS.items() if words.issuperset(name.split())]
-    return found[0] * 1e12 if found else 0
-
-
-def flops_per_token(raw_model, T):
-    """Forward and backward: 6 N + 12 * layers * width * context (PaLM, appendix B)."""
-    c = raw_model.config
-    N = sum(m.weight.numel() for m in raw_model.modules() if isinstance(m, nn.Linear))
-    return 6 * N + 12 * c.n_layer * c.n_embd * T
+def pick_attention(cfg, device, dtype):
+    # On a CPU flash's backward pass is slow on short rows: at T=64 11.8 ms, plain products 5.6
+    short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
+    torch.backends.cuda.enable_flash_sdp(not short)
+    # cuDNN's, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some kernels
+    torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
 
 # ---- opening data: damaged shards or other tokens would train a bad model
-def padded(n_vocab):
-    """n_vocab rounded up to a multiple of 128, which GPUs multiply faster."""
+def padded(n_vocab):  # to a multiple of 128, which GPUs multiply faster
     return math.ceil(n_vocab / 128) * 128
 
-
-def find_shards(folder):
-    """Paths of shards to train on, and of those to validate on."""
+def find_shards(folder):  # to train on, and to validate on
     return sorted(Path(folder).glob("*_train_*.npy")), sorted(Path(folder).glob("*_val_*.npy"))
 
-
 def open_shard(shard):
-    """A .npy file memory-mapped, (N,) uint16; an array as it is."""
+    """A .npy file memory-mapped, (N,) uint16 or uint32; an array as it is."""
     if not isinstance(shard, Path):
         return shard
     try:
         tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
-        if tokens.dtype != np.uint16 or tokens.ndim != 1:
-            raise ValueError(f"{tokens.dtype} {tokens.shape}, not 1-D uint16")
+        if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
+            raise ValueError(f"{tokens.dtype} {tokens.shape}, not 1-D uint16 or uint32")
     except (ValueError, EOFError) as e:
         raise UserError(f"{shard} is no whole shard ({first_line(e)}): make it again.") from None
     return tokens
 
-
 def open_data(cfg, encoding):
-    train, val = find_shards(cfg.data)
-    if Path(cfg.data).is_file():  # a text, its last tenth for validation
-        try:
-            text = Path(cfg.data).read_bytes().decode("utf-8")
-        except UnicodeDecodeError as e:
-            raise UserError(f"{cfg.data} is not UTF-8 ({e}): convert it.") from None
-        tokens = encoding.encode_to_numpy(text, disallowed_special=()).astype(np.uint16)
+    """The loaders to train and to validate with. Raises UserError."""
+    if is_text(cfg.data):  # its last tenth is for validation
+        tokens = read_text(cfg.data, encoding)
         cut = int(len(tokens) * 0.9)
         train, val = [tokens[:cut]], [tokens[cut:]]
-    elif open_shard(val[0])[:4096].max() < 257 < encoding.n_vocab:
-        raise UserError(f"{cfg.data} needs --encoding=bytes.")
+    else:
+        train, val = find_shards(cfg.data)
+        check_encoding_of_shards(cfg, encoding, val[0])
     train_loader = DataLoaderLite(train, cfg.T, cfg.seed, cfg.shuffle, encoding.n_vocab,
-                                  recut=cfg.shuffle and Path(cfg.data).is_file())
+                                  recut=cfg.shuffle and is_text(cfg.data))
     val_loader = DataLoaderLite(val, cfg.T, n_vocab=encoding.n_vocab)
     if not (train_loader.rows_per_epoch and val_loader.rows_per_epoch):
         raise UserError(f"{cfg.data} is too short for T={cfg.T}: more text, or a lower --T.")
     return train_loader, val_loader
 
+def read_text(path, encoding):  # its tokens (N,)
+    try:
+        text = Path(path).read_bytes().decode("utf-8")
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not UTF-8 ({e}): convert it.") from None
+    return encoding.encode_to_numpy(text, disallowed_special=()).astype(token_dtype(encoding))
+
+def check_encoding_of_shards(cfg, encoding, shard):
+    manifest, made_with = Path(cfg.data, "manifest.json"), cfg.encoding
+    if manifest.exists():
+        made_with = json.loads(manifest.read_bytes())["settings"]["encoding"]
+    elif open_shard(shard)[:4096].max() <= 256 < encoding.n_vocab - 1:
+        made_with = "bytes"  # of shards of somebody else's, only bytes can be told
+    if made_with != cfg.encoding:
+        raise UserError(f"The shards in {cfg.data}/ were not made with encoding={cfg.encoding}: "
+                        f"--encoding={made_with}.")
 
 def fingerprint_of(loader):
     """What tells corpora apart: of a text its ids, of shards the first and last."""
@@ -728,68 +875,154 @@ def fingerprint_of(loader):
     crc = zlib.crc32(repr(seen).encode())
     return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
 
+def tokens_per_byte(loader, encoding, val_tokens):
+    """Tokens that validation reads, divided by the bytes of text that they stand for."""
+    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
+    for token in set(range(encoding.n_vocab)) - {encoding.eot_token}:  # which is no text
+        with contextlib.suppress(KeyError):  # cl100k_base has ids that stand for nothing
+            lengths[token] = len(encoding.decode_single_token_bytes(token))
+    counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each token
+    for shard in loader.shards:
+        tokens = open_shard(shard)[1:1 + val_tokens - counts.sum()]
+        counts += np.bincount(tokens, minlength=encoding.n_vocab)[:encoding.n_vocab]
+    return counts.sum() / max(1, (counts * lengths).sum())
 
-# ---- checkpoints, the log folder: against kills, full disks, damaged files, other runs
-def save(run):
-    """Begin to save; training waits only until the state is copied."""
-    if rank() != 0:
-        return
-    if run.saving.result() != run.state.step:  # waits for the save before this one
-        run.log.sync()
-        content = copy_to_host(run.state.state_dict() | {  # plain, for weights_only=True
-            "encoding": run.cfg.encoding, "constants": asdict(run.cfg), "data": run.fingerprint,
-            "code": code_checksum()}, copies={})
-        run.saving = run.thread.submit(write_checkpoint, content, run.cfg)
+# ---- the run's folder: against kills, full disks, damaged files, and other runs in its place
+# A run may continue with other values of these
+FREE_TO_CHANGE = {
+    "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
+    "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
+    "keep_every", "device", "dtype", "compile", "epochs"}
 
+class RunFolder:
+    """log_dir, which rank 0 alone writes; checkpoints and pictures by a thread of its own."""
+    def __init__(self, cfg, data):
+        self.cfg, self.path, self.data = cfg, Path(cfg.log_dir), data  # fingerprint_of() it
+        self.thread = ThreadPoolExecutor(max_workers=1)
+        self.log, self.host_copies = None, {}        # begin() opens the log
+        self.saving, self.drawing = None, Future()   # the last save, the last picture
+        self.saved_step, self.failure = -1, ""       # what needs no save any more; why one failed
+        if rank() == 0:
+            self.lock = lock_folder(self.path)       # held as long as something refers to it
+            remove_parts(self.path)                  # of saves that were killed
 
-def copy_to_host(content, copies):
-    """content with its tensors copied; a tensor that is in it twice, once."""
-    if isinstance(content, dict):
-        return {key: copy_to_host(value, copies) for key, value in content.items()}
-    if isinstance(content, (list, tuple)):
-        return [copy_to_host(value, copies) for value in content]
-    if not torch.is_tensor(content):
-        return content
-    key = (content.data_ptr(), content.shape)
-    if key not in copies:  # torch reuses freed pinned memory
-        copies[key] = torch.empty_like(content, device="cpu", pin_memory=content.is_cuda)
-        copies[key].copy_(content)
-    return copies[key]
+    def close(self):
+        self.thread.shutdown()  # waits for a save in progress
+        if self.log:
+            self.log.close()
 
+    def begin(self, step, continues):
+        """Note this start in run.json and open log.txt; a new run renames what was left here."""
+        if rank() != 0:
+            return
+        for name in ("hf", "log.txt"):
+            old = self.path / name
+            if old.exists() and (not continues or (name == "hf" and step < self.cfg.max_steps)):
+                old.rename(f"{old}_before_{time.strftime('%Y%m%d-%H%M%S')}")
+        path = self.path / "run.json"
+        starts = json.loads(path.read_text())["starts"] if continues and path.exists() else []
+        starts.append({"time": time.ctime(), "step": step, "command": sys.argv,
+                       "code": code_checksum(), "torch": torch.__version__, "python": sys.version})
+        text = json.dumps({"constants": asdict(self.cfg), "starts": starts}, indent=2)
+        write_whole(path, lambda file: file.write(text.encode()))
+        self.log = open_log(self.path / "log.txt", step)
+        if continues or self.cfg.init_from == "scratch":  # whose step 0 the seed brings back
+            self.saved_step = step
 
-def write_checkpoint(content, cfg):
-    """Write, verify, rename. Returns the step, or -1 if it failed."""
-    step, start = content["step"], time.perf_counter()
-    path = Path(cfg.log_dir, f"checkpoint_{step:05d}.pt")
-    try:
-        for name, tensor in content["model"].items():
-            # NumPy's: torch's starts OpenMP threads, which would slow training
-            if not np.isfinite(tensor.float().numpy()).all():
-                raise UserError(f"{name} is not finite")
-        write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
-    except (OSError, RuntimeError, UserError) as e:
-        while e.__context__:  # torch.save's RuntimeErrors hide an OSError
-            e = e.__context__
-        print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. What was saved is still there.")
-        return -1
-    print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
-    found = find_checkpoints(cfg.log_dir)
-    for old in [old for old in found if old < step][1:]:  # two stay: the newest may be damaged
-        if not cfg.keep_every or old % cfg.keep_every:
-            with contextlib.suppress(OSError):
-                found[old].unlink()
-    return step
+    def save(self, state):
+        """Begin to save a step, unless it is saved; training waits only until it is copied."""
+        if rank() != 0 or self.is_saved(state.step):  # which waits for the save before it
+            return
+        with contextlib.suppress(OSError):  # the log of these steps, before their checkpoint
+            os.fsync(self.log.fileno())
+        content = self.copy_to_host(state.state_dict() | {  # plain, for weights_only=True
+            "encoding": self.cfg.encoding, "constants": asdict(self.cfg), "data": self.data,
+            "code": code_checksum()})
+        trained = [name for name, _ in state.raw_model.named_parameters()]
+        self.saving = self.thread.submit(self.write_checkpoint, content, trained)
 
+    def is_saved(self, step):  # waits for a save in progress
+        if self.saving:
+            self.saving.result()
+        return self.saved_step == step
 
-def find_checkpoints(folder):
-    """{step: path} of a folder's checkpoints, newest first."""
+    def copy_to_host(self, content):
+        """content with its tensors copied; one that is in it twice, as tied weights are, once."""
+        before, self.host_copies = self.host_copies, {}  # the memory of the save before
+        def copied(part):
+            if isinstance(part, dict):
+                return {key: copied(value) for key, value in part.items()}
+            if isinstance(part, (list, tuple)):
+                return [copied(value) for value in part]
+            if not torch.is_tensor(part):
+                return part
+            key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
+            if key not in self.host_copies:
+                there = before[key] if key in before else torch.empty_like(part, device="cpu")
+                self.host_copies[key] = there.copy_(part)
+            return self.host_copies[key]
+        return copied(content)
+
+    def write_checkpoint(self, content, trained):
+        """Write, verify, rename; then delete those that need not stay."""
+        step, start = content["step"], time.perf_counter()
+        path = self.path / f"checkpoint_{step:05d}.pt"
+        try:
+            for name in trained:
+                # NumPy's: torch's starts OpenMP threads, with which steps took 1.5 times as long
+                if not np.isfinite(content["trained"][name].float().numpy()).all():
+                    raise UserError(f"{name} is not finite")
+            write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
+        except (OSError, RuntimeError, UserError) as e:
+            while e.__context__:  # torch.save's RuntimeErrors hide an OSError
+                e = e.__context__
+            self.failure = first_line(e)
+            print0(f"!!! NOT SAVED at step {step}: {self.failure}. What was saved is still there.")
+            return
+        self.saved_step, seconds = step, time.perf_counter() - start
+        print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
+        self.prune(step)
+
+    def prune(self, step):  # of those before it, keep the newest, the best, and keep_every's
+        found = find_checkpoints(self.path)
+        older = [old for old in found if old < step]
+        losses = {old: loss for old, loss in read_streams(self.path)["val"] if old in found}
+        stay = {*older[:1], min(losses, key=losses.get, default=None)}
+        for old in set(older) - stay:
+            if not self.cfg.keep_every or old % self.cfg.keep_every or old == 0:
+                with contextlib.suppress(OSError):
+                    found[old].unlink()
+
+    def draw(self):
+        """Draw in the background, if matplotlib is installed; a picture that waits is dropped."""
+        if rank() == 0 and importlib.util.find_spec("matplotlib"):
+            self.drawing.cancel()
+            self.drawing = self.thread.submit(draw_curves, self.path)
+
+def open_log(path, step):
+    """log.txt, to append to, without the lines from `step` on: those steps come again."""
+    file, kept = open(path, "ab", buffering=0), 0  # people tail it: no line waits
+    for line in path.read_bytes().splitlines(keepends=True):
+        number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # comments have none
+        if not line.endswith(b"\n") or (number and int(number[1]) >= step):
+            break
+        kept += len(line)
+    file.truncate(kept)
+    return file
+
+def read_streams(folder):  # {stream: [(step, value)]} of log.txt
+    path, streams = Path(folder, "log.txt"), defaultdict(list)
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for step, stream, value in re.findall(r"^(\d+) (.+) (-?[\d.]+)$", text, re.M):
+        streams[stream].append((int(step), float(value)))
+    return streams
+
+def find_checkpoints(folder):  # {step: path}, newest first
     numbers = {path: path.stem[11:] for path in Path(folder).glob("checkpoint_*.pt")}
     found = {int(number): path for path, number in numbers.items() if number.isdecimal()}
     return dict(sorted(found.items(), reverse=True))
 
-
-def newest_checkpoint(folder):
-    """Path of the newest undamaged checkpoint, or None."""
+def newest_checkpoint(folder):  # that is undamaged; None if there is none
     found = find_checkpoints(folder)
     for path in found.values():
         try:
@@ -801,6 +1034,11 @@ def newest_checkpoint(folder):
         raise UserError(f"Every checkpoint in {folder}/ is damaged: take another --log_dir.")
     return None
 
+def best_checkpoint(folder):  # the newest; where validation rose again, the lowest's
+    newest, found = newest_checkpoint(folder), find_checkpoints(folder)
+    losses = {step: loss for step, loss in read_streams(folder)["val"] if step in found}
+    best = min(losses, key=losses.get, default=None)
+    return newest if best is None or best == max(losses) else found[best]
 
 def read_checkpoint(path, mmap=True):
     """The content of a checkpoint. Checks the checksums, which torch ignores."""
@@ -812,178 +1050,227 @@ def read_checkpoint(path, mmap=True):
     except Exception as e:  # a damaged file may raise anything
         raise UserError(f"{path} cannot be read as a checkpoint ({first_line(e)}).") from None
 
-
-# A run may continue with other values of these
-FREE_TO_CHANGE = set(
-    "B print_every eval_every val_tokens hellaswag_every sample_every sample_prompt sample_tokens "
-    "temperature top_k sample log_dir save_every keep_every device dtype compile grad_comm".split())
-
-
 @lru_cache  # main() calls it first: the file may be edited while it trains
 def code_checksum():
-    """Of this file's code: not of its comments, nor of Config and SMALL, which are compared."""
+    """Of this file and of encodings, with docstrings, without comments and the constants."""
     source = Path(__file__).read_text(encoding="utf-8")
-    code = source[:source.index("class Config:")] + source[source.index("\n# ---- GPT-2"):]
-    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in code.splitlines()]
+    lines = source.splitlines()
+    for node in ast.parse(source).body:
+        names = [ast.unparse(target) for target in getattr(node, "targets", [])]
+        if {"Config", "SMALL", "FINETUNE"}.intersection([getattr(node, "name", ""), *names]):
+            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    lines += inspect.getsource(encoding_parts).splitlines()
+    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
     return zlib.crc32("\n".join(filter(None, lines)).encode())
 
+def is_of_other_code(saved):
+    return saved.get("code", code_checksum()) != code_checksum()
 
-def check_same_training(saved, cfg, fingerprint):
-    """Raise UserError if a checkpoint is of another training."""
+def check_same_training(saved, cfg, data):
+    """Raise UserError if a checkpoint is of another training than cfg's on this data."""
     # a constant newer than the run had its default
     before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
-    now = asdict(cfg) | {"data": fingerprint}
+    now = asdict(cfg) | {"data": data}
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > max(before["max_steps"], saved["step"]):
         changed.discard("max_steps")
         print0(f"max_steps was {before['max_steps']}, is {cfg.max_steps}: a new lr schedule.")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    other_code = saved.get("code") != code_checksum()
-    if other_code and saved["step"] >= cfg.max_steps:
+    if is_of_other_code(saved) and saved["step"] >= cfg.max_steps:
         values.append("train_gpt2.py was edited since it finished")
     if values:
         raise UserError(f"The run in {cfg.log_dir}/ is another one: {'; '.join(values)}. Put that "
                         f"back, or take another --log_dir.")
-    if other_code:
-        print0(f"!!! train_gpt2.py was edited: from step {saved['step']} on, other code continues. "
-               "For a fresh run, another --log_dir.")
 
+# ---- setting up: data, checkpoint and model are checked before files of a run change
+def set_up(cfg, device):  # what train() works with; raises UserError
+    encoding = get_encoding(cfg.encoding)
+    train_loader, val_loader = open_data(cfg, encoding)
+    if cfg.epochs:
+        rows = cfg.epochs * train_loader.rows_per_epoch
+        cfg.max_steps = next(n for n in itertools.count(1) if rows_before(cfg, n) >= rows)
+    dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
+    pick_attention(cfg, device, dtype)
+    folder = RunFolder(cfg, fingerprint_of(train_loader))
+    path = newest_checkpoint(folder.path) if rank() == 0 else None
+    path, saved = from_rank_0(path), {}  # a shared disk may show ranks different files
+    if path:  # not mapped on a CPU: there AdamW keeps the tensors it is given
+        saved = read_checkpoint(path, mmap=device.type != "cpu")
+        check_same_training(saved, cfg, folder.data)
+    raw_model = build_model(cfg, encoding, saved).to(device)
+    state = build_state(raw_model, cfg, dtype, saved)
+    folder.begin(state.step, continues=bool(saved))
+    if compiled:
+        raw_model.compile()
+    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
+    ddp_model = raw_model
+    if world_size() > 1:  # 25 MB a bucket, the default, would cut a compiled model into 14 graphs
+        ddp_model = DDP(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=100)
+    run = Run(
+        cfg=cfg, state=state, device=device, encoding=encoding, autocast=autocast,
+        ddp_model=ddp_model, train_loader=train_loader, val_loader=val_loader,
+        tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
+        hellaswag=hellaswag_scorer(cfg, state.eval_model, encoding, autocast),
+        folder=folder, signal_came=catch_signals(cfg))
+    describe(run, dtype, compiled)
+    if is_of_other_code(saved):
+        print0(f"!!! train_gpt2.py was edited: from step {state.step} on, other code continues.")
+    return run
 
-def begin_run(cfg, step, lock, continues):
-    """Note this start in run.json; unless it continues, rename what was left here. The Log."""
-    folder, path = Path(cfg.log_dir), Path(cfg.log_dir, "run.json")
-    starts = json.loads(path.read_text())["starts"] if continues and path.exists() else []
-    for old in (folder / "log.txt", folder / "hf"):
-        if old.exists() and (not continues or (old.name == "hf" and step < cfg.max_steps)):
-            old.rename(folder / f"{old.name}_before_{time.strftime('%Y%m%d-%H%M%S')}")
-    starts.append({"time": time.ctime(), "step": step, "command": sys.argv,
-                   "code": code_checksum(), "torch": torch.__version__, "python": sys.version})
-    text = json.dumps({"constants": asdict(cfg), "starts": starts}, indent=2)
-    write_whole(path, lambda file: file.write(text.encode()))
-    return Log(folder / "log.txt", step, lock)
+def model_constants(cfg):
+    return {key: value for key, value in asdict(cfg).items() if key in asdict(GPTConfig())}
 
+def build_model(cfg, encoding, saved=None):
+    """The GPT to train: new, with init_from's weights, or of a checkpoint's shape."""
+    torch.manual_seed(cfg.seed)
+    constants = model_constants(cfg)
+    if saved:
+        raw_model = GPT(GPTConfig(**constants | saved["gpt_config"] | {"dropout": cfg.dropout}))
+    elif cfg.init_from == "scratch":
+        raw_model = GPT(GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
+                                  n_vocab=encoding.n_vocab, **constants))
+    else:
+        raw_model, _ = load_weights(cfg.init_from, **constants)
+        c = raw_model.config
+        if c.n_vocab != encoding.n_vocab or cfg.T > c.block_size:
+            raise UserError(f"init_from={cfg.init_from} has {c.n_vocab} tokens and a context of "
+                            f"{c.block_size}: change encoding or T.")
+        read_weights.cache_clear()  # or every process would hold them twice
+    # Freeze parts here, say: every start passes, before a checkpoint's weights are loaded
+    return raw_model
 
-class Log:
-    """log.txt: lines are appended at once, since people tail it.
-
-    At the start, what follows from a line of step `step` on is removed: those steps come again.
-    """
-
-    def __init__(self, path, step, lock):
-        self.lock = lock  # of log_dir, held as long as something refers to it
-        self.file = open(path, "ab", buffering=0)
-        self.refused = b""  # what a full disk did not take
-        kept = 0
-        for line in path.read_bytes().splitlines(keepends=True):
-            number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # comments have none
-            if not line.endswith(b"\n") or (number and int(number[1]) >= step):
-                break
-            kept += len(line)
-        self.file.truncate(kept)
-
-    def write(self, line):
-        self.refused += line
-        with contextlib.suppress(OSError):
-            written = self.file.write(self.refused)
-            self.refused = self.refused[written:]
-
-    def sync(self):
-        """Have all lines on the disk, before a later step's checkpoint is."""
-        self.write(b"")
-        with contextlib.suppress(OSError):
-            os.fsync(self.file.fileno())
-
-
-def finish(run):
-    """End the run: save it, and after the last step leave log_dir/hf."""
-    cfg, step = run.cfg, run.state.step
-    save(run)
-    if rank() == 0 and run.saving.result() != step:
-        raise UserError(f"Step {step} is not saved: make room and start the same command again.")
-    if run.stopping:
-        print0(f"Stopped by a signal after {step} steps; the same command continues there.")
-    elif rank() == 0:
-        run.log.sync()
+def build_state(raw_model, cfg, dtype, saved):
+    """A new State, or a checkpoint's. Raises UserError."""
+    bf16 = dtype == torch.bfloat16  # in float16, Muon's products would overflow
+    optimizers = configure_optimizers(raw_model, cfg, dtype if bf16 else torch.float32)
+    check_parameters(raw_model, optimizers)
+    device = next(raw_model.parameters()).device
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    state = State(raw_model, optimizers, scaler)
+    if saved:
         try:
-            folder = Path(cfg.log_dir, "hf")
-            save_hugging_face(run.state.raw_model, folder, run.encoding)
-            print0(f"exported to {folder}/, for transformers and hellaswag.py -m")
-        except Exception as e:  # the model may be no GPT-2 any more, or transformers missing
-            print0(f"Not exported: {e if isinstance(e, UserError) else first_line(e)}.")
-        if cfg.max_steps:
-            print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
-                   "To train on: a larger --max_steps.")
+            state.load_state_dict(saved)
+        except (KeyError, RuntimeError, ValueError) as e:  # other names, shapes, groups
+            raise UserError(f"The run in {cfg.log_dir}/ does not fit train_gpt2.py ({first_line(e)}"
+                            "): put the code back, or take another --log_dir.") from None
+    return state
 
+def check_parameters(raw_model, optimizers):
+    """Raise UserError for a parameter without values, without an optimizer, or with two."""
+    times = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
+                    for p in group["params"])
+    for name, p in raw_model.named_parameters():
+        if not p.isfinite().all():
+            raise UserError(f"{name} is not finite before the first step: give it values.")
+        if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
+            raise UserError(f"{name} is in {times[id(p)]} groups of optimizers: give it to one in "
+                            "configure_optimizers(), or freeze it (requires_grad=False).")
 
-# ---- log, curves: log.txt is for notebooks, stdout for people
-def report_step(run, loss, norm, start):
-    """Report the step that began at time `start`; this waits for the GPU."""
-    cfg, step = run.cfg, run.state.step - 1
-    stop = torch.full_like(loss, run.signal.is_set())  # on the device: a copy would wait
-    numbers = sum_over_ranks(torch.stack((loss, norm, stop))) / world_size()
-    loss, norm, stop = numbers.tolist()
-    run.stopping = stop > 0
-    # float16's scaler skips infinite norms
-    if not math.isfinite(loss) or not (math.isfinite(norm) or run.state.scaler.is_enabled()):
-        raise UserError(f"Step {step} has loss {loss} and gradient norm {norm}: look at the "
-                        "data, or start with a lower --max_lr in another --log_dir.")
-    seconds, label, more = time.perf_counter() - start, "", ""
-    if cfg.print_every and step % cfg.print_every == 0:
-        left = datetime.timedelta(seconds=round(seconds * (cfg.max_steps - step - 1)))
-        flops = flops_per_token(run.state.raw_model, cfg.T) * cfg.total_batch_size / world_size()
-        peak, label = peak_flops(run.device), "loss"
-        mfu = f" mfu {flops / seconds / peak:.0%}" if peak else ""
-        if run.device.type == "cuda":
-            mfu += f" {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
-        more = (f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "
-                f"{cfg.total_batch_size / seconds:,.0f} tok/s{mfu} {left} left")
-    report(run, step, "train", loss, label, more)
+def describe(run, dtype, compiled):
+    cfg, model, rows = run.cfg, run.state.raw_model, rows_before(run.cfg, 1)
+    epochs = rows_before(cfg, cfg.max_steps) / run.train_loader.rows_per_epoch
+    groups = [f"{sum(p.numel() for p in group['params']):,} in {len(group['params'])} tensors by "
+              f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0.0)}"
+              for optimizer in run.state.optimizers for group in optimizer.param_groups]
+    print0(f"data      {cfg.data}: {run.folder.data}\n"
+           f"model     {sum(p.numel() for p in model.parameters()):,} parameters, "
+           f"init_from={cfg.init_from}: {model.config}\n"
+           f"training  {cfg.max_steps:,} steps of {rows * cfg.T:,} tokens, {epochs:.2f} epochs\n"
+           f"trained   {'; '.join(groups)}\n"
+           f"machine   {world_size()} x {run.device.type}, {str(dtype)[6:]}, "
+           f"compile={compiled}, B={cfg.B}\n"
+           f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.state.step} on")
+    if 0 < cfg.max_steps <= run.state.step:
+        print0("This run is finished: validation, samples and export again.")
 
-
-def report(run, step, stream, value, label="", more=""):
-    """A line in log.txt, a point of a curve in curves.png; on stdout if it has a label."""
+# ---- watching: log.txt is for notebooks, stdout for people
+def report(run, step, stream, value):
+    """A line in log.txt, a point in curves.png, and a word in the next line on stdout."""
     if rank() == 0:
-        run.log.write(f"{step} {stream} {value:.6f}\n".encode())
-    if label:
-        print0(f"{step:5d}/{run.cfg.max_steps} {label} {value:.4f}{more}")
+        with contextlib.suppress(OSError):  # a full disk
+            run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
+    run.said.append(f"{stream} {value:.4f}")
 
+def print_line(run, step, more=""):  # what was reported of a step
+    if run.said:
+        print0(f"{step:5d}/{run.cfg.max_steps} {' '.join(run.said)}{more}")
+    run.said.clear()
 
-def draw(run):
-    """Draw in the background; one still waiting is dropped."""
-    if rank() == 0:
-        run.drawing.cancel()
-        run.drawing = run.thread.submit(draw_curves, run.cfg.log_dir)
+def over_all_processes(run, loss, norm):
+    """(Mean loss, gradient's norm, whether a signal came to one of them); waits for the GPU."""
+    signal_came = torch.full_like(loss, run.signal_came.is_set())  # made there: a copy would wait
+    mine = torch.stack((loss, norm, signal_came))
+    everyones = [mine.clone() for _ in range(world_size())]
+    if world_size() > 1:
+        dist.all_gather(everyones, mine)
+    losses, norms, signals = torch.stack(everyones).T.tolist()
+    # Beyond rounding: GPUs of different kinds may sum up in another order
+    if max(norms) - min(norms) > 1e-5 * max(norms):
+        raise UserError(f"In step {run.state.step - 1} gradients have norms from {min(norms):.7g} "
+                        f"to {max(norms):.7g}: processes changed them differently, and would train "
+                        "different models. What is added to gradients must be the same on all.")
+    return sum(losses) / len(losses), norms[0], max(signals) > 0
 
+def check_step(run, loss, norm):  # whether the run still learns
+    scaler = run.state.scaler  # float16's skips infinite norms, until its scale has come down to 0
+    norm_is_fine = math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() > 0)
+    if math.isfinite(loss) and abs(loss) < 1e4 and norm_is_fine:
+        return
+    raise UserError(
+        f"Step {run.state.step - 1} has loss {loss:g} and gradient norm {norm:g}. Most often "
+        "--max_lr is too high; it may also be the data (ids beyond the vocabulary, zeros), float16,"
+        " an edit, or cuDNN's attention, which TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To go on "
+        f"from before it: --init_from={run.cfg.log_dir}/checkpoint_....pt, another --log_dir.")
+
+def report_step(run, loss, norm):
+    cfg, step, seconds = run.cfg, run.state.step - 1, run.step_seconds[-1]
+    report(run, step, "train", loss)
+    if not cfg.print_every or step % cfg.print_every:
+        run.said.clear()
+        return
+    rate = (rows_before(cfg, step + 1) - rows_before(cfg, step)) * cfg.T / seconds
+    more = f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms {rate:,.0f} tok/s"
+    if run.device.type == "cuda":
+        more += f" {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
+    # by the median, since a step may have waited for another program
+    left = statistics.median(run.step_seconds) * (cfg.max_steps - step - 1)
+    print_line(run, step, f"{more} {datetime.timedelta(seconds=round(left))} left")
+
+def validate(run):
+    if run.validated_step < 0:
+        check_loss(run)
+    loss = validation_loss(run, run.val_loader)
+    report(run, run.state.step, "val", loss)
+    run.said[-1] += f" ({loss * run.tokens_per_byte / math.log(2):.4f} bits per byte)"
+    run.validated_step = run.state.step
+
+@torch.no_grad()
+def check_loss(run):  # or "val" would be something else than the cross-entropy
+    x, y = run.val_loader.batch(0, 1, run.device)
+    with run.autocast(), torch.compiler.set_stance("force_eager"):  # or this shape is compiled
+        logits, loss = run.state.eval_model(x, y)
+    more = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
+    if not abs(more) <= 1e-4 * max(1.0, loss.item()):
+        print0(f"!!! val is not the cross-entropy of the logits: on one row it is {more:+.6f} "
+               "apart. A term that only training minimises belongs under `if self.training`.")
 
 def draw_curves(folder):
-    """Write curves.png if matplotlib is installed. An error is told once."""
-    try:
-        figure = plot(folder)
-        write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
-    except ImportError:
-        pass
-    except Exception as e:  # training goes on
-        print0_once(f"curves.png is not drawn: {first_line(e)}")
-
-
-def plot(folder):
-    """log.txt against tokens: losses in one panel, each other stream in its own."""
+    """curves.png of log.txt against tokens: losses in one panel, each other stream in its own."""
     from matplotlib.figure import Figure  # not pyplot, which wants a display
-    constants = json.loads(Path(folder, "run.json").read_text())["constants"]
-    text, streams = Path(folder, "log.txt").read_text(), defaultdict(list)
-    for step, stream, value in re.findall(r"^(\d+) (.+) (-?[\d.]+)$", text, re.M):
-        tokens = int(step) * constants["total_batch_size"] / 1e6
-        streams[stream].append((tokens, float(value)))
-    panels = defaultdict(list)
+    cfg = Config(**json.loads(Path(folder, "run.json").read_text())["constants"])
+    streams, panels = read_streams(folder), defaultdict(list)
     for name in streams:
         panels["loss, nats per token" if name in ("train", "val") else name].append(name)
-    to_beat = {"val": 3.2924, "hella": 0.2945} if "fineweb" in constants["data"] else {}
+    # fineweb.py's shards in GPT-2's tokens, beside OpenAI's GPT-2 124M
+    fineweb = cfg.encoding == "gpt2" and list(Path(cfg.data).glob("edufineweb_val_*.npy"))
+    to_beat = {"val": 3.2924, "hella": 0.2945} if fineweb else {}
     figure = Figure(figsize=(6.5, 3.7 * len(panels)), layout="constrained")
     for i, (title, names) in enumerate(panels.items()):
         axis = figure.add_subplot(len(panels), 1, i + 1)
         for name in names:
             n = 1 + len(streams[name]) // 200  # smoothed: each point is the mean of n
-            points = streams[name][:len(streams[name]) // n * n]
+            points = [(rows_before(cfg, step) * cfg.T / 1e6, value)
+                      for step, value in streams[name][:len(streams[name]) // n * n]]
             tokens, values = np.reshape(points, (-1, n, 2)).mean(axis=1).T
             axis.plot(tokens, values, label=f"{name}, now {values[-1]:.3f}")
             if name in to_beat:
@@ -992,106 +1279,178 @@ def plot(folder):
                 axis.set_ylim(top=1.05 * np.percentile(values, 95))
         axis.set(xlabel="million tokens", ylabel=title)
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
-    return figure
+    write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
 
-
-# ---- samples and HellaSwag: of many shapes, so not compiled and without cuDNN's attention
+# cuDNN's attention takes up to half a second to plan for each new shape, as samples are
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-def sample_text(raw_model, encoding, cfg, seed):
-    """sample_prompt and how the model continues it."""
-    device = next(raw_model.parameters()).device
+def sample_text(model, encoding, cfg, seed):
+    """sample_prompt and how the model continues it, up to where it ends the text."""
+    device = next(model.parameters()).device
     prompt = encoding.encode_ordinary(cfg.sample_prompt) or [encoding.eot_token]
-    tokens = raw_model.generate(
+    tokens = model.generate(
         torch.tensor([prompt], device=device), cfg.sample_tokens, temperature=cfg.temperature,
-        top_k=cfg.top_k, generator=torch.Generator(device).manual_seed(seed))
-    return encoding.decode_bytes(tokens[0].tolist()).decode("utf-8", errors="backslashreplace")
+        top_k=cfg.top_k, generator=torch.Generator(device).manual_seed(seed))[0].tolist()
+    if encoding.eot_token in tokens[len(prompt):]:
+        tokens = tokens[:tokens.index(encoding.eot_token, len(prompt))]
+    return encoding.decode_bytes(tokens).decode("utf-8", errors="backslashreplace")
 
-
-def print_samples(run):
+def print_sample(run):
     if rank() == 0:
         cfg, state = run.cfg, run.state
         with run.autocast():
-            text = sample_text(state.raw_model, run.encoding, cfg, seed=cfg.seed + state.step)
+            text = sample_text(state.eval_model, run.encoding, cfg, seed=cfg.seed + state.step)
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
-
 def sample_only(cfg, device):
-    """--sample=N: print N samples of the newest weights or of init_from."""
-    name = newest_checkpoint(cfg.log_dir) if cfg.init_from == "scratch" else cfg.init_from
-    if name is None:
-        raise UserError(f"log_dir={cfg.log_dir} holds no weights: train, or take --init_from.")
-    raw_model, encoding = load_weights(str(name), **model_constants(cfg))
+    """--sample=N: print N samples of the weights in log_dir, or of init_from's."""
+    name = cfg.init_from
+    if name == "scratch":
+        name = best_checkpoint(cfg.log_dir)
+        if name is None:
+            raise UserError(f"log_dir={cfg.log_dir} holds no weights: train, or take --init_from.")
+        data = read_checkpoint(name)["constants"]["data"]
+        if is_text(cfg.data) and Path(cfg.data).name not in (Path(data).name, "input.txt"):
+            raise UserError(f"log_dir={cfg.log_dir} holds a run on {data}, not on {cfg.data}: name "
+                            "that one's --log_dir.")
+    model, encoding = load_weights(str(name), **model_constants(cfg))
+    encoding = encoding or get_encoding(cfg.encoding)
+    print0(f"Samples of {name}:")
     for i in range(cfg.sample):
-        print0(sample_text(raw_model.to(device), encoding, cfg, seed=cfg.seed + i) + "\n---")
+        print0(sample_text(model.to(device), encoding, cfg, seed=cfg.seed + i) + "\n---")
 
-
-def hellaswag_scorer(cfg, raw_model, autocast):
-    """A function that returns acc_norm, or None."""
+def hellaswag_scorer(cfg, model, encoding, autocast):  # a function that returns acc_norm, or None
     if not cfg.hellaswag_every:
         return None
     import hellaswag
     examples = []
     try:
-        if cfg.encoding != "gpt2":
-            raise UserError("it needs --encoding=gpt2.")
         if rank() == 0:
             examples = list(hellaswag.iterate_examples("val"))
     except UserError as e:
         print0(f"HellaSwag is off: {e}")
-    questions = hellaswag.prepare(from_rank_0(examples), raw_model)
-
+    questions = hellaswag.prepare(from_rank_0(examples), model, encoding.encode_ordinary)
     def acc_norm():
         with autocast():
-            return hellaswag.evaluate(raw_model, questions).acc_norm
+            return hellaswag.evaluate(model, questions).acc_norm
     return acc_norm if questions.batches else None
 
+# ---- the end of a run: its last step saved, its best weights exported
+def finish(run):
+    """End the run: save it and, unless a signal came, leave its best weights in log_dir/hf."""
+    cfg, step = run.cfg, run.state.step
+    left_early = step < cfg.max_steps and not run.stopping  # by an edit of the loop
+    if left_early and run.validated_step != step:
+        validate(run)
+        print_line(run, step)
+    run.folder.save(run.state)
+    if rank() == 0 and not run.folder.is_saved(step):
+        raise UserError(f"Step {step} is not saved ({run.folder.failure}): make room, and the same "
+                        "command continues.")
+    if run.stopping:
+        print0(f"Stopped by a signal after {step} steps; the same command continues there.")
+    elif rank() == 0:
+        export(run)
+        if left_early:
+            print0(f"Left after {step} of {cfg.max_steps} steps; the same command continues there.")
+        elif cfg.max_steps:
+            print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
+                   "To train on: a larger --max_steps.")
+
+def export(run):
+    """Leave the best weights in log_dir/hf; a model that is no GPT-2 any more only gets a line."""
+    path, step = run.folder.path, run.state.step
+    losses = dict(read_streams(path)["val"])
+    try:
+        model, best = run.state.eval_model, best_checkpoint(path)
+        if best:  # none of a new model with max_steps=0
+            model, _ = load_weights(str(best), **model_constants(run.cfg))
+        save_hugging_face(model, path / "hf", run.encoding)
+        print0(f"exported {best or 'the model'} to {path / 'hf'}/: transformers, hellaswag.py -m")
+    except Exception as e:  # transformers may be missing, too
+        print0(f"Not exported: {e if isinstance(e, UserError) else first_line(e)}.")
+    lowest = min(losses, key=losses.get, default=step)
+    if lowest != step:
+        print0(f"Validation was lowest at step {lowest}, {losses[lowest]:.4f}: "
+               f"{find_checkpoints(path).get(lowest, 'it was not saved')}")
 
 # ---- Hugging Face: weights come from its GPT-2 and go to it if it computes what ours does
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) there, (out, in) here
+ON_THE_HUB = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")  # without an owner
+PROBE = "Don't stop . it's\n\n\t 'LL we'Ll naïve 日本語 🙂  1234567 x=[1, 2];\r\n   return !?\n \n"
 
+@lru_cache(maxsize=1)  # settings and model ask for the same
+def read_weights(name):
+    """({constant of GPTConfig: value}, the encoding's name or None, a state_dict) of a .pt file, a
+    run's folder, a Hugging Face folder, or a name on the hub. Raises UserError."""
+    if name.endswith(".pt") or find_checkpoints(name):
+        path = name if name.endswith(".pt") else best_checkpoint(name)
+        content = read_checkpoint(path)
+        if is_of_other_code(content):
+            print0(f"!!! {path} was written by other code.")
+        config, encoding, weights = content["gpt_config"], content["encoding"], content["model"]
+    elif Path(name).is_dir() or name in ON_THE_HUB or re.fullmatch(r"[^./]+/[^/]+", name):
+        raw_model = load_hugging_face(name)
+        config, weights = asdict(raw_model.config), raw_model.state_dict()
+        encoding = {257: "bytes", 50257: "gpt2"}.get(config["n_vocab"])
+    else:
+        raise UserError(f"init_from={name} is no file or folder here, and none of the hub's GPT-2 ("
+                        f"{', '.join(ON_THE_HUB)} or owner/name). Runs continue by their command.")
+    config.pop("dropout", None)  # of a training, not of weights
+    return config, encoding, weights
+
+def load_weights(name, **constants):
+    """(GPT, its encoding) of what read_weights() reads; constants: what is not decided there."""
+    config, encoding, weights = read_weights(name)
+    raw_model = GPT(GPTConfig(**constants | config))
+    own = raw_model.state_dict()
+    if own.keys() - weights.keys():
+        print0(f"!!! {name} lacks {min(own.keys() - weights.keys())}: "
+               f"{len(own.keys() - weights.keys())} tensor(s) begin as the code has them.")
+    try:
+        raw_model.load_state_dict(own | weights)
+    except RuntimeError as e:  # other names, other shapes
+        raise UserError(f"{name} does not fit train_gpt2.py ({first_line(e)}).") from None
+    return raw_model, get_encoding(encoding) if encoding else None
 
 @torch.no_grad()
-def check_same_function(ours, hf):
-    """Raise ValueError if logits differ. On the CPU."""
+def check_same_function(ours, hf, end_of_text):  # on the CPU; ValueError if logits differ
     c = ours.config
-    idx = ((8 - torch.arange(c.block_size)[None]) * 7919 - 1) % c.n_vocab  # with <|endoftext|>
+    idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
+    idx[0, c.block_size // 2] = end_of_text  # or attention within documents would not show
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:
         raise ValueError(f"logits differ by {differences.max():.1%}")
 
-
-def load_hugging_face(name, **constants):
-    """The GPT in a folder or repository; constants: what else GPTConfig has, as dropout."""
+def load_hugging_face(name):
+    """The GPT in a folder or repository of transformers."""
     import transformers
     transformers.logging.disable_progress_bar()
     try:
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         c = hf.config
-        shape = dict(block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
-                     n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size)
-        raw_model = GPT(GPTConfig(**constants | shape))
+        raw_model = GPT(GPTConfig(
+            block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
+            n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
         source, target = hf.state_dict(), raw_model.state_dict()
-        strangers = info["missing_keys"] or source.keys() ^ target.keys()
-        if strangers:
-            raise ValueError(f"{min(strangers)} is not in both models")
-        for key, p in target.items():
-            weight = source[key].t() if key.endswith(TRANSPOSED) else source[key]
-            p[:len(weight)] = weight  # the embedding is padded here
-        check_same_function(raw_model, hf)
+        for key in sorted([*info["missing_keys"], *source.keys() - target.keys()]):
+            raise ValueError(f"{key} is not in both models")
+        for key, weight in source.items():
+            weight = weight.t() if key.endswith(TRANSPOSED) else weight
+            target[key][:len(weight)] = weight  # the embedding is padded here
+        check_same_function(raw_model, hf, end_of_text=c.vocab_size - 1)
     except Exception as e:  # files and networks may raise anything
         raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}).") from None
     return raw_model
 
-
 def save_hugging_face(raw_model, folder, encoding=None):
     """Write a folder that transformers loads, if it computes the same; with its tokenizer."""
     import transformers
-    c, end_of_text = raw_model.config, raw_model.config.n_vocab - 1
+    c, end = raw_model.config, encoding.eot_token if encoding else raw_model.config.n_vocab - 1
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
-        n_embd=c.n_embd, bos_token_id=end_of_text, eos_token_id=end_of_text,
-        pad_token_id=end_of_text))
+        n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
+        n_ctx=c.block_size))  # which llama.cpp's converter asks for
     hf.generation_config.max_length = c.block_size  # or a pipeline goes beyond it
     ours, weights = GPT(c), {}  # on the CPU, and not compiled
     ours.load_state_dict(raw_model.state_dict())
@@ -1101,7 +1460,7 @@ def save_hugging_face(raw_model, folder, encoding=None):
         weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
     try:
         hf.load_state_dict(weights)
-        check_same_function(ours, hf)
+        check_same_function(ours, hf, end)
         tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
     except (RuntimeError, ValueError) as e:
         raise UserError(f"transformers would compute something else ({first_line(e)})") from None
@@ -1110,188 +1469,31 @@ def save_hugging_face(raw_model, folder, encoding=None):
     if encoding:
         tokenizer.save_pretrained(folder)
 
-
 def hugging_face_tokenizer(encoding, context):
     """A tiktoken encoding as a transformers tokenizer. Raises ValueError."""
-    from transformers import GPT2Tokenizer
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-    letters, ids = bytes_to_unicode(), {}
-    for i in range(encoding.eot_token):
-        token = encoding.decode_single_token_bytes(i)
-        ids["".join(letters[byte] for byte in token)] = i
-    scores = {token: -i for token, i in ids.items()}  # what has the lowest id is joined first
-    tokenizer = GPT2Tokenizer(vocab=ids, merges=generate_merges(ids, scores),
-                              model_max_length=context, clean_up_tokenization_spaces=False)
-    text = Path(__file__).read_text(encoding="utf-8").replace("|>", "")
-    if tokenizer.backend_tokenizer.encode(text).ids != encoding.encode_ordinary(text):
+    parts, letters = encoding_parts(encoding.name), bytes_to_unicode()
+    ids = {"".join(letters[byte] for byte in token): i
+           for token, i in parts["mergeable_ranks"].items()}
+    merges = generate_merges(ids, {token: -i for token, i in ids.items()})  # lowest ids first
+    special = {i: token for token, i in parts["special_tokens"].items()}
+    for i in set(range(encoding.n_vocab)) - set(ids.values()):  # cl100k_base has unused ids
+        ids[special.setdefault(i, f"<|unused{i}|>")] = i
+    backend = Tokenizer(models.BPE(ids, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if merges:  # "}+" is possessive in tiktoken, and "again" in tokenizers
+        pieces = pre_tokenizers.Split(Regex(parts["pat_str"].replace("}+", "}")), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(special[i], normalized=False) for i in sorted(special)])
+    if backend.encode(PROBE).ids != encoding.encode_ordinary(PROBE):
         raise ValueError(f"it has no {encoding.name} tokenizer")
-    return tokenizer
-
-
-def load_weights(name, **constants):
-    """(GPT, its encoding) of a checkpoint or a Hugging Face name."""
-    if not name.endswith(".pt"):
-        raw_model = load_hugging_face(name, **constants)
-        n_vocab = raw_model.config.n_vocab
-        if n_vocab not in (257, 50257):
-            raise UserError(f"{name} has {n_vocab} ids, of another tokenizer: take its .pt file.")
-        return raw_model, get_encoding("bytes" if n_vocab == 257 else "gpt2")
-    content = read_checkpoint(name)
-    if content.get("code") != code_checksum():
-        print0(f"!!! {name} was written by other code.")
-    dropout = {"dropout": constants.get("dropout", 0.0)}  # of a training, not of weights
-    raw_model = GPT(GPTConfig(**constants | content["gpt_config"] | dropout))
-    raw_model.load_state_dict(content["model"])
-    return raw_model, get_encoding(content["encoding"])
-
-
-# ---- setting up, and the command line: all is checked before files of a run change
-def check_config(cfg):
-    if not Path(cfg.data).is_file() and not all(find_shards(cfg.data)):
-        raise UserError(f"data={cfg.data} is no text, and no folder with *_train_*.npy and "
-                        "*_val_*.npy: run fineweb.py, or name another --data.")
-    if cfg.total_batch_size % (cfg.B * cfg.T * world_size()):
-        raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of B * T * "
-                        f"processes = {cfg.B} * {cfg.T} * {world_size()}: change one of them.")
-    if cfg.min_lr > cfg.max_lr:
-        raise UserError(f"min_lr={cfg.min_lr} is above max_lr={cfg.max_lr}: lower it, too.")
-
-
-def model_constants(cfg):
-    return {name: value for name, value in asdict(cfg).items()
-            if name in GPTConfig.__dataclass_fields__}
-
-
-def build_model(cfg, encoding, saved=None):
-    """The GPT to train: new, init_from's, or for a checkpoint's weights."""
-    torch.manual_seed(cfg.seed)
-    constants = model_constants(cfg)
-    if saved:
-        return GPT(GPTConfig(**constants | saved["gpt_config"]))
-    if cfg.init_from == "scratch":
-        return GPT(GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
-                             n_vocab=encoding.n_vocab, **constants))
-    raw_model, _ = load_weights(cfg.init_from, **constants)
-    c = raw_model.config
-    if c.n_vocab != encoding.n_vocab or cfg.T > c.block_size:
-        raise UserError(f"init_from={cfg.init_from} has {c.n_vocab} tokens and a context of "
-                        f"{c.block_size}: change encoding or T.")
-    return raw_model
-
-
-def set_up(cfg, device):
-    """Check everything, then build what train() needs."""
-    check_config(cfg)
-    torch.empty(2**25 - 2**16, dtype=torch.uint8)  # once freed, glibc keeps memory between steps
-    encoding = get_encoding(cfg.encoding)
-    train_loader, val_loader = open_data(cfg, encoding)
-    fingerprint = fingerprint_of(train_loader)
-    lock = path = None
-    if rank() == 0:
-        lock = lock_folder(cfg.log_dir)
-        path = newest_checkpoint(cfg.log_dir)
-    path, saved = from_rank_0(path), {}  # a shared disk may show ranks different files
-    if path:  # not mapped on a CPU: there AdamW keeps the tensors it is given
-        saved = read_checkpoint(path, mmap=device.type != "cpu")
-        check_same_training(saved, cfg, fingerprint)
-    raw_model = build_model(cfg, encoding, saved).to(device)
-    dtype, compiled = pick_dtype(cfg.dtype, device), cfg.compile == "True"
-    if cfg.compile == "auto" and device.type == "cuda":  # Windows often has no Triton; P100 is 6.0
-        triton = importlib.util.find_spec("triton")
-        compiled = bool(triton) and torch.cuda.get_device_capability(device) >= (7, 0)
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    bf16 = dtype == torch.bfloat16  # in float16, Muon's products would overflow
-    if bf16 and device.type == "cpu":  # flash's backward is slow there on short rows
-        torch.backends.cuda.enable_flash_sdp(cfg.T >= 256)
-    optimizers = configure_optimizers(raw_model, cfg, dtype if bf16 else torch.float32)
-    state = State(raw_model, optimizers, scaler)
-    if saved:
-        state.load_state_dict(saved)
-    log = begin_run(cfg, state.step, lock, continues=bool(saved)) if rank() == 0 else None
-    if compiled:
-        raw_model.compile()
-    saving, drawing = Future(), Future()
-    saving.set_result(state.step)
-    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
-    run = Run(
-        cfg=cfg, state=state, device=device, encoding=encoding, autocast=autocast,
-        ddp_model=wrap_ddp(raw_model, cfg), train_loader=train_loader,
-        val_loader=val_loader, fingerprint=fingerprint,
-        hellaswag=hellaswag_scorer(cfg, raw_model, autocast), signal=catch_signals(), log=log,
-        thread=ThreadPoolExecutor(max_workers=1), saving=saving, drawing=drawing)
-    describe(run, dtype, compiled)
-    return run
-
-
-def describe(run, dtype, compiled):
-    cfg, model = run.cfg, run.state.raw_model
-    epochs = cfg.max_steps * cfg.total_batch_size / cfg.T / run.train_loader.rows_per_epoch
-    flops = flops_per_token(model, cfg.T) * cfg.total_batch_size
-    print0(f"data      {cfg.data}: {run.fingerprint}\n"
-           f"model     {sum(p.numel() for p in model.parameters()):,} parameters, "
-           f"init_from={cfg.init_from}: {model.config}\n"
-           f"training  {cfg.max_steps:,} steps of {cfg.total_batch_size:,} tokens, {epochs:.2f} "
-           f"epochs; a step is {flops / 1e12:,.2g} TFLOP\n"
-           f"machine   {world_size()} x {run.device.type}, {str(dtype)[6:]}, compile={compiled}\n"
-           f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.state.step} on")
-    if 0 < cfg.max_steps <= run.state.step:
-        print0("This run is finished: validation, samples and export again.")
-
-
-def choose_settings(flags):
-    """The constants that apply, and the first lines, which name them."""
-    data, lines = flags.get("data", Config.data), ""
-    if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
-        data = str(Path(__file__).resolve().with_name("input.txt"))
-        lines = ("Quick start, a small GPT on Shakespeare: edu_fineweb10B/ holds no shards.\n"
-                 "For GPT-2 (124M): python fineweb.py, and the same command again.\n\n")
-    small = SMALL if Path(data).is_file() else {}
-    cfg = make_config(Config, {"data": data} | small | flags)
-    if cfg.init_from != "scratch":
-        decided = model_constants(cfg).keys() - {"dropout"}
-        for name in flags.keys() & decided:
-            raise UserError(f"init_from={cfg.init_from} decides {name}: leave out --{name}.")
-        small = {name: value for name, value in small.items() if name not in decided}
-    if not small:
-        return cfg, "settings  Config, as data is not a text file"
-    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in small)
-    return cfg, f"{lines}settings  SMALL, not Config, as data is a text file:\n{values}"
-
-
-def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # nothing to save
-    try:
-        code_checksum()
-        cfg, lines = choose_settings(parse_flags(Config, __doc__, SMALL))
-        device = pick_device(cfg.device)
-        if "RANK" in os.environ:
-            join_processes(device)
-        if cfg.sample:
-            sample_only(cfg, device)
-        else:
-            print0(lines)
-            run = set_up(cfg, device)
-            with run.thread:  # whatever ends train(), a save in progress is finished
-                train(run)
-            del run  # holds DDP and its group
-        if dist.is_initialized():
-            dist.destroy_process_group()
-    except Exception as error:
-        if isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error):
-            error = UserError("Out of memory: a smaller --B trains the same model.")
-        if re.match("Error.* loading state|loaded state|zip|GPTConfig", str(error)):
-            error = UserError(f"These weights are of other code ({first_line(error)}): put that "
-                              f"back, or take another --log_dir.")
-        if isinstance(error, UserError):
-            print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
-            if "torch._" in type(error).__module__:  # no compiler, say
-                print("train_gpt2.py: --compile=False does without compiling.", file=sys.stderr)
-        if dist.is_initialized():
-            os._exit(1)  # a normal exit would wait for others, which may wait for this one
-        sys.exit(1)
+    end = special[encoding.eot_token]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end,
+        model_max_length=context, clean_up_tokenization_spaces=False)
 
 
 if __name__ == "__main__":

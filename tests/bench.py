@@ -1,125 +1,155 @@
 """Benchmarks: both sides in one run, medians, a ratio. Nothing here asserts a time.
 
-    python tests/bench.py step                         # one bench
-    python tests/bench.py all --save=tests/measured    # all, a file for each
+    python tests/bench.py guard                        # what users feel, beside the record
+    python tests/bench.py guard --save=tests/measured  # ... which is made anew
+    python tests/bench.py gpu --minutes=45 --save=DIR  # a sitting on a GPU, most wanted first
+    python tests/bench.py all --save=DIR               # step ladder memory reference muon
 
-A bench that fails says so, and the next one runs. Where memory is short, B is halved on all sides.
+Each row is printed, and written to DIR/<bench>.txt, as soon as it is measured. What fails says so,
+and the next row or bench runs. Where memory is short, B is halved.
 """
 import argparse
 import contextlib
-import io
+import ctypes
 import itertools
 import json
-import math
 import multiprocessing
 import os
-import platform
+import re
 import resource
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("GPT2_SHARED", ROOT.parent / "shared"))
 sys.path.insert(0, str(ROOT))
+import train_gpt2 as t  # noqa: E402, before torch: it says how long OpenMP's threads spin
 import hellaswag as h  # noqa: E402
-import train_gpt2 as t  # noqa: E402
+import torch  # noqa: E402
 
-BENCHES = "reference quick_start step ladder memory save tokenize hellaswag muon".split()
-SITTING = {  # what to run where a GPU is at hand for 45 minutes: its minutes at most, its command
-    "tests": (7, "-m pytest -q -rs {root}/tests"), "first_run": (3, "{root}/train_gpt2.py"),
-    **{name: (5, f"{{root}}/tests/bench.py {name}")
-       for name in ("step", "ladder", "memory", "hellaswag", "save")},
-    "adamw": (3, "{root}/train_gpt2.py {flags} --warmup_steps=20 --optimizer=adamw --log_dir=adam"),
-    "muon": (3, "{root}/train_gpt2.py {flags} --warmup_steps=20 --optimizer=muon --log_dir=muon")}
+BENCHES = "step ladder memory reference muon".split()
 CUDA = torch.cuda.is_available()
-TEXTS = []  # what tokenize() tokenizes; its forked workers have it, too
+DEVICE = "cuda" if CUDA else "cpu"
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+QUESTIONS, TEXTS = SHARED / "hellaswag" / "hellaswag_val.jsonl", SHARED / "fineweb_standin"
+QUICK = t.SMALL | dict(data=str(ROOT / "input.txt"), device="cpu")  # the first command
+COMMAND = [sys.executable, ROOT / "train_gpt2.py", "--device=cpu"]  # the same from outside
+TIMES = dict(repeats=20, warmup=5) if CUDA else dict(repeats=4, warmup=1)
+PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312}  # bfloat16
+END, ROW_SECONDS = np.inf, 1e6  # when gpu() has to stop, what one of its measurements may take
 
+# ---- measuring
+def cells(*values):
+    return f"| {' | '.join(map(str, values))} |"
 
-# ----------------------------------------------------------------------------- measuring
-def table(header, rows):
-    for cells in (header, ["---"] * len(header), *rows):
-        print(f"| {' | '.join(map(str, cells))} |")
+def header(*names):
+    return f"{cells(*names)}\n{cells(*['---'] * len(names))}"
 
-
-def machine():
-    """One line that says when, where and with what the figures were measured."""
-    cpu, path = platform.machine(), Path("/proc/cpuinfo")
-    if path.exists() and "model name" in path.read_text():
-        cpu = path.read_text().split("model name")[1].splitlines()[0].strip("\t :")
-    return (f"{time.strftime('%Y-%m-%d %H:%M')}; "
-            f"{torch.cuda.get_device_name() if CUDA else 'no GPU'}; {os.cpu_count()} cores of "
-            f"{cpu}; Python {platform.python_version()}; torch {torch.__version__}")
-
+def kind_of_cpu():  # which a record's ratios hold for
+    text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    name = re.search(r"model name\s*: (.*)", text)
+    able = [flag for flag in ("amx_bf16", "avx512_bf16") if torch.cpu.get_capabilities().get(flag)]
+    return (f"{CORES} cores of {name[1] if name else os.uname().machine} with "
+            f"{' '.join(able) or 'no bfloat16'}, torch {torch.__version__}")
 
 def seconds_of(function, *arguments):
     start = time.perf_counter()
     function(*arguments)
     return time.perf_counter() - start
 
+def in_turns(rounds, *sides):
+    """Medians of what the sides return, a number or more each, called in turns."""
+    found = [np.hstack([side() for side in sides]) for _ in range(rounds)]
+    return np.median(found, axis=0).tolist()
 
-def median_seconds(functions, repeats, warmup=0):
-    rounds = [[seconds_of(f) for f in functions] for _ in range(warmup + repeats)]
-    return [statistics.median(seconds) for seconds in zip(*rounds[warmup:])]
+def median_seconds(*functions, repeats, warmup=0):
+    for function in functions * warmup:
+        function()
+    return in_turns(repeats, *(partial(seconds_of, function) for function in functions))
 
+@contextlib.contextmanager
+def started(command, **options):
+    """A process that does not outlive this context, nor do those that it starts."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux: nor a bench that kill -9 ends
+    process = subprocess.Popen(command, text=True, start_new_session=True, **options,
+                               preexec_fn=prctl and (lambda: prctl(1, signal.SIGKILL)))
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+def output_of(command, **options):
+    """What a command printed. RuntimeError if it failed, TimeoutError if time was over."""
+    limit = max(0, min(ROW_SECONDS, END - time.monotonic()))
+    with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
+        try:
+            output, errors = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            raise TimeoutError(f"{limit:.0f} s were not enough") from None
+    if process.returncode != 0:
+        raise RuntimeError(f"exit status {process.returncode}: {errors.strip()[-2000:]}")
+    return output
 
 def measure(function, **arguments):
-    """function(**arguments) of this file in a fresh process. MemoryError if memory ran out."""
-    code = f"import bench, json; print(json.dumps(bench.{function}(**{arguments!r})))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent,
-                          capture_output=True, text=True)
-    if any(text in done.stderr for text in ("out of memory", "OutOfMemory", "allocate memory")):
-        raise MemoryError
-    if done.returncode != 0:
-        raise RuntimeError(f"{function} {arguments}: {done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    """function(**arguments) of this file in a fresh process and an empty folder."""
+    code = (f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench, json; "
+            f"print(json.dumps(bench.{function}(**{arguments!r})))")
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            return json.loads(output_of([sys.executable, "-c", code], cwd=folder).splitlines()[-1])
+        except RuntimeError as e:
+            memory = re.search("out of memory|OutOfMemory|allocate memory|status -9", str(e))
+            raise (MemoryError if memory else RuntimeError)(str(e).splitlines()[-1]) from e
 
+# ---- the step
+def random_encoding(name):
+    """An encoding of GPT-2's size that needs no file: each byte is a token."""
+    ranks = {bytes([i]): i for i in range(256)}
+    ranks |= {bytes([255, *divmod(i, 256)]): i for i in range(256, 50256)}
+    return t.tiktoken.Encoding(name=name, pat_str=r"[\s\S]", mergeable_ranks=ranks,
+                               special_tokens={"<|endoftext|>": 50256})
 
-# ------------------------------------------------------------------------------ the step
 @contextlib.contextmanager
 def training_run(**constants):
-    """What set_up() builds, on random tokens."""
-    tokens = np.random.default_rng(0).integers(0, 50257, 2**21, dtype=np.uint16)
-    with tempfile.TemporaryDirectory() as folder:
+    """What set_up() builds; where no data is named on random tokens, without a vocabulary."""
+    if "data" not in constants:
+        t.get_encoding = random_encoding
+        tokens = np.random.default_rng(0).integers(0, 50257, 2**21, dtype=np.uint16)
         for split in ("val", "train"):
-            np.save(Path(folder, f"random_{split}_000000.npy"), tokens)
-        cfg = t.Config(data=folder, log_dir=f"{folder}/log", hellaswag_every=0, **constants)
-        run = t.set_up(cfg, t.pick_device("cuda:0" if CUDA else "cpu"))
-        with run.thread:
-            yield run
-
+            np.save(f"random_{split}_000000.npy", tokens)
+    cfg = t.Config(**dict(data=".", hellaswag_every=0, device=DEVICE) | constants)
+    t.check_config(cfg)
+    run = t.set_up(cfg, t.pick_device(cfg.device))
+    with run.folder.thread:  # whose end waits for a save
+        yield run
 
 def naive_attention(q, k, v, dropout_p=0.0, is_causal=True):
     """Attention as in the paper, every (T, T) matrix in memory."""
-    T = q.size(-2)
-    scores = q @ k.transpose(-2, -1) / q.size(-1) ** 0.5
-    future = torch.ones(T, T, dtype=torch.bool, device=q.device).triu(1)
+    future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
+    scores = q @ k.mT / q.size(-1) ** 0.5
     return torch.softmax(scores.masked_fill(future, -torch.inf), dim=-1) @ v
-
 
 def plain_losses(model, cfg, loader):
     """The loss of one step after another of a plain loop around transformers' GPT-2, on a CPU."""
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    others = [p for p in model.parameters() if p.dim() < 2]
-    optimizer = torch.optim.AdamW([{"params": decayed, "weight_decay": cfg.weight_decay},
-                                   {"params": others, "weight_decay": 0.0}],
-                                  betas=(0.9, 0.95), eps=1e-8, foreach=True)
+    groups = [dict(params=[p for p in model.parameters() if (p.dim() >= 2) == decays],
+                   weight_decay=cfg.weight_decay * decays) for decays in (True, False)]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, foreach=True)
     rows = cfg.total_batch_size // cfg.T
     model.eval()  # no dropout
     for step in itertools.count():
         x, y = loader.batch(step * rows, rows)
-        with torch.autocast("cpu", torch.bfloat16, enabled=cfg.dtype == "bfloat16"):
-            loss = model(x, labels=x, shift_labels=y.contiguous(), use_cache=False).loss
+        loss = model(x, labels=x, shift_labels=y.contiguous(), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), cfg.grad_clip)
         for group in optimizer.param_groups:
@@ -128,95 +158,92 @@ def plain_losses(model, cfg, loader):
         optimizer.zero_grad()
         yield loss.item()
 
+def figures_of(seconds, cfg, model):
+    """ms, tok/s, peak memory and MFU of a step; FLOPs a token are 6 N + 12 layers * width * T."""
+    tokens, parameters = cfg.total_batch_size, sum(p.numel() for p in model.parameters())
+    flops = tokens * (6 * parameters + 12 * cfg.n_layer * cfg.n_embd * cfg.T)
+    memory = (torch.cuda.max_memory_allocated() if CUDA
+              else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    gpu = torch.cuda.get_device_name() if CUDA else ""
+    peak = next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in gpu), np.nan)
+    return seconds * 1e3, tokens / seconds, memory, flops / seconds / peak
 
-def step_side(B, T, dtype="bfloat16", compile="False", fused=True, logits=False, flash=True,
-              tf32=True, padded=True, ours=True, repeats=5, warmup=2):
+def plain_side(repeats, warmup, **constants):
+    """A step as the well-known scripts have it on a CPU: eager, float32, AdamW, logits returned."""
+    import transformers
+    t.keep_freed_memory = lambda: None  # memory, too, is as they have it
+    with training_run(**constants | dict(dtype="float32")) as run:  # for its rows
+        cfg, run.state, run.ddp_model = run.cfg, None, None
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+            vocab_size=run.encoding.n_vocab, n_positions=cfg.T, n_layer=cfg.n_layer,
+            n_head=cfg.n_head, n_embd=cfg.n_embd, activation_function="gelu_pytorch_tanh"))
+        losses = plain_losses(model, cfg, run.train_loader)
+        [seconds] = median_seconds(lambda: next(losses), repeats=repeats, warmup=warmup)
+        return figures_of(seconds, cfg, model)
+
+def step_side(repeats, warmup, fused=True, logits=False, flash=True, tf32=True, padded=True,
+              tune=False, ahead=False, late=False, **constants):
+    """A step of ours, with rungs of the ladder taken away, or with some of SWITCHES."""
     if not padded:
         t.padded = lambda n_vocab: n_vocab
     if not flash:
         t.F.scaled_dot_product_attention = naive_attention
-    with training_run(B=B, T=T, total_batch_size=B * T, dtype=dtype, compile=compile) as run:
-        torch.set_float32_matmul_precision("high" if tf32 else "highest")
-        model = run.state.raw_model
-        flops = t.flops_per_token(model, T) * B * T
+    with training_run(**constants) as run:
+        model, loader, fetched, waiting = run.state.raw_model, run.train_loader, {}, []
+        if not tf32:
+            torch.set_float32_matmul_precision("highest")
+        if tune:
+            model.compile(options={"coordinate_descent_tuning": True})
         if not fused:  # AdamW as `foreach` has it, torch's default on GPUs
             for group in run.state.optimizers[0].param_groups:
                 group |= dict(fused=False, foreach=True)
         if logits:  # hand them out although nobody asked: what many scripts do
             model.register_forward_pre_hook(lambda _, args, kwargs: (args, {}), with_kwargs=True)
-        if not ours:
-            import transformers
-            run.state = run.ddp_model = model = None  # frees our GPT
-            model = transformers.GPT2LMHeadModel(transformers.GPT2Config())
-            losses = plain_losses(model, run.cfg, run.train_loader)
+        if ahead:
+            read = loader.batch
+            loader.batch = lambda row, *more: fetched.pop(row, None) or read(row, *more)
 
         def one_step():
-            if not ours:
-                return next(losses)
-            t.train_step(run)[0].item()
-            if CUDA:
-                torch.cuda.synchronize()
-        [seconds] = median_seconds([one_step], repeats, warmup)
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return {"ms": seconds * 1e3, "tok/s": B * T / seconds, "FLOP/s": flops / seconds,
-                "bytes": torch.cuda.max_memory_allocated() if CUDA else memory,
-                "peak": t.peak_flops(run.device)}
+            waiting.append(t.train_step(run))
+            if ahead:
+                row = t.rows_before(run.cfg, run.state.step)
+                fetched[row] = read(row, run.cfg.B, run.device)
+            if len(waiting) > late:
+                t.over_all_processes(run, *waiting.pop(0))  # waits for the GPU
+        [seconds] = median_seconds(one_step, repeats=repeats, warmup=warmup)
+        return figures_of(seconds, run.cfg, model)
 
-
-def measure_sides(sides, B):
-    """{name: its median figures}; B is halved until every side has room."""
-    size = dict(T=1024, repeats=20, warmup=5) if CUDA else dict(T=256, repeats=4, warmup=1)
-    found = {name: [] for name in sides}
-    try:
-        for _ in range(1 if CUDA else 2):
-            for name, side in sides.items():
-                found[name].append(measure("step_side", **{"B": B} | size | side))
-    except MemoryError:
-        print(f"out of memory with B={B}")
-        return measure_sides(sides, B // 2)
-    print(f"A step of GPT-2 (124M) on {B} x {size['T']} tokens\n")
-    return {name: {key: statistics.median(figures[key] for figures in results)
-                   for key in results[0]} for name, results in found.items()}
-
-
-def step_table(found):
-    rows = []
-    first = before = next(iter(found.values()))["ms"]
-    for name, side in found.items():
-        mfu = f"{side['FLOP/s'] / side['peak']:.1%}" if side["peak"] else "-"
-        rows.append((name, f"{side['ms']:.0f}", f"{first / side['ms']:.2f}x",
-                     f"{before / side['ms']:.2f}x", f"{side['bytes'] / 2**30:.2f}",
-                     f"{side['tok/s']:,.0f}", f"{side['FLOP/s'] / 1e12:.2f}", mfu))
-        before = side["ms"]
-    table(("side", "ms", "ratio to first", "to row above", "peak GiB", "tok/s", "TFLOP/s", "MFU"),
-          rows)
-
+def side_rows(sides, B, T, total=None, **more):
+    """A table with a row for each of {name: what it changes}; B is halved until there is room."""
+    yield "\n" + header("side", "ms", "ratio to first", "to row above", "tok/s", "peak GiB", "MFU")
+    first = before = None
+    size = dict(B=B, T=T, total_batch_size=total or B * T) | TIMES | more
+    for name, changes in sides.items():
+        try:
+            ms, tokens, memory, mfu = measure(
+                "plain_side" if "transformers" in name else "step_side", **size | changes)
+        except MemoryError:
+            yield cells(name, f"out of memory with B={B}")
+            return (yield from side_rows(sides, B // 2, T, total, **more))
+        except (RuntimeError, TimeoutError) as e:  # the next row is measured
+            yield cells(name, f"left out: {t.first_line(e)}")
+            continue
+        first, before = first or ms, before or ms
+        yield cells(name, f"{ms:.4g}", f"{first / ms:.3f}x", f"{before / ms:.3f}x",
+                    f"{tokens:,.0f}", f"{memory / 2**30:.2f}", f"{mfu:.1%}".replace("nan%", "-"))
+        before = ms
 
 def step():
     """Our step against a plain script's: eager, foreach AdamW, logits that nobody uses."""
-    sides = {"GPT-2 of transformers in a plain loop, eager": dict(ours=False),
-             "plain: eager, foreach AdamW, logits returned": dict(fused=False, logits=True),
-             "fused AdamW": dict(logits=True),
-             "no logits returned: ours on a CPU": {},
-             "compiled, but logits returned": dict(compile="True", logits=True),
-             "compiled: ours on a GPU": dict(compile="True")}
-    if CUDA:  # that loop is for CPUs
-        del sides["GPT-2 of transformers in a plain loop, eager"]
-    found = measure_sides(sides, B=64 if CUDA else 8)
-    step_table(found)
-    if CUDA:
-        a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    plain = {} if CUDA else {"a plain loop around transformers' GPT-2, float32": {}}
+    ours = {"plain: eager, foreach AdamW, logits returned": dict(fused=False, logits=True),
+            "fused AdamW": dict(logits=True), "no logits returned: ours on a CPU": {},
+            "compiled, but logits returned": dict(compile="True", logits=True),
+            "compiled: ours on a GPU": dict(compile="True")}
+    return side_rows(plain | ours, B=64 if CUDA else 8, T=1024 if CUDA else 256,
+                     dtype="bfloat16", compile="False")
 
-        def ten():
-            for _ in range(10):
-                a @ b
-            torch.cuda.synchronize()
-        rate = 10 * 2 * 8192**3 / median_seconds([ten], repeats=5, warmup=1)[0]
-        print(f"\n8192^3 bfloat16 product: {rate / 1e12:.0f} TFLOP/s; our step "
-              f"{found['compiled: ours on a GPU']['FLOP/s'] / rate:.1%} of it")
-
-
-def ladder():
+def ladder(B=16 if CUDA else 2, T=1024 if CUDA else 256, **more):
     """The lecture that reproduces GPT-2, rung by rung; ms: on its A100, 16 rows of 1024."""
     rungs = {"fp32 (1000 ms)": dict(dtype="float32", compile="False", fused=False, flash=False,
                                     tf32=False, padded=False, logits=True),
@@ -224,296 +251,309 @@ def ladder():
              "compile (130 ms)": dict(compile="True"), "flash attention (96 ms)": dict(flash=True),
              "vocab 50304 (93 ms)": dict(padded=True), "fused AdamW (90 ms)": dict(fused=True),
              "loss alone": dict(logits=False)}
-    if not CUDA:
-        del rungs["TF32 (333 ms)"]
-    changes_so_far = itertools.accumulate(rungs.values(), dict.__or__)
-    step_table(measure_sides(dict(zip(rungs, changes_so_far)), B=16 if CUDA else 2))
+    so_far = itertools.accumulate(rungs.values(), dict.__or__)
+    return side_rows(dict(zip(rungs, so_far)), B, T, **more)
 
-
-# ------------------------------------------------------------------- the script as it is
-def quick_start():
-    """The first command of README on a CPU: its seconds, and the loss it comes to."""
-    command = [sys.executable, ROOT / "train_gpt2.py", "--device=cpu"]
-    with tempfile.TemporaryDirectory() as folder:
-        start = time.perf_counter()
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=True)
-        seconds = time.perf_counter() - start
-        log = Path(folder, "log_small", "log.txt").read_text().splitlines()
-    ms = [float(line.split(" ms ")[0].split()[-1]) for line in done.stdout.splitlines()
-          if " tok/s" in line]
-    val = [line.split()[2] for line in log if " val " in line]
-    print(f"{seconds:.0f} s from command to end; a step {statistics.median(ms):.0f} ms (median of "
-          f"the {len(ms)} printed); validation loss {val[-1]} nats a byte")
-
-
+# ---- the script as it is: its losses, its optimizers, its memory
 def reference():
     """Our losses against a plain loop's around transformers' GPT-2: 1 and 2 processes, any B."""
     import transformers
-    transformers.logging.disable_progress_bar()
-    cfg = t.Config(data=str(ROOT / "input.txt"), encoding="bytes", n_layer=4, n_head=4, n_embd=128,
-                   B=32, T=64, total_batch_size=2048, max_steps=20, warmup_steps=5, max_lr=1e-3,
-                   eval_every=0, sample_every=0, save_every=0, hellaswag_every=0, device="cpu",
-                   dtype="float32")
+    changes = dict(optimizer="adamw", max_lr=1e-3, max_steps=20, dtype="float32", eval_every=0,
+                   sample_every=0, save_every=0)
+    cfg = t.Config(**QUICK | changes)
     encoding = t.get_encoding(cfg.encoding)
     loader, _ = t.open_data(cfg, encoding)
     with tempfile.TemporaryDirectory() as folder:
         t.save_hugging_face(t.build_model(cfg, encoding), folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    expected, rows = list(itertools.islice(plain_losses(model, cfg, loader), cfg.max_steps)), []
+    expected = list(itertools.islice(plain_losses(model, cfg, loader), cfg.max_steps))
+    yield f"{cfg.max_steps} steps of 2,048 tokens in float32; the log has six digits\n"
+    yield header("processes", "B", "micro-steps", "last loss", "largest difference of a loss")
     for processes, B in ((1, 32), (1, 4), (2, 16), (2, 2)):
         with tempfile.TemporaryDirectory() as folder:
-            constants = asdict(cfg) | dict(B=B, log_dir=folder)  # all, since SMALL has its own
-            flags = [f"--{name}={value}" for name, value in constants.items()]
-            subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                            f"--nproc_per_node={processes}", ROOT / "train_gpt2.py", *flags],
-                           check=True, capture_output=True)
-            log = Path(folder, "log.txt").read_text().splitlines()
-        ours = [float(line.split()[2]) for line in log if " train " in line]
+            constants = changes | dict(B=B, log_dir=folder)
+            output_of([sys.executable, "-m", "torch.distributed.run", "--standalone",
+                       f"--nproc_per_node={processes}", *COMMAND[1:],
+                       *(f"--{name}={value}" for name, value in constants.items())])
+            ours = [loss for _, loss in t.read_streams(folder)["train"]]
         worst = max(abs(a - b) for a, b in zip(ours, expected, strict=True))
-        rows.append((processes, B, 32 // (B * processes), f"{ours[-1]:.6f}", f"{worst:.1e}"))
-    print(f"{cfg.max_steps} steps of 2,048 tokens in float32; the log has six digits\n")
-    table(("processes", "B", "micro-steps", "last loss", "largest difference of a loss"), rows)
+        yield cells(processes, B, 32 // (B * processes), f"{ours[-1]:.6f}", f"{worst:.1e}")
 
-
-# ---------------------------------------------------------------------------- optimizers
 # Steps of AdamW, its max_lr and Muon's (best of a grid, or between two equal), what differs
 SIZES = {
-    "3 x 128, input.txt": (400, 4e-3, 7e-3, dict(data=str(ROOT / "input.txt"))),
+    "3 x 128, input.txt": (400, 4e-3, 7e-3, {}),
     "4 x 192, FineWeb": (250, 2e-3, 7e-3, dict(n_layer=4, n_head=6, n_embd=192, T=128, B=16)),
     "6 x 256, FineWeb": (120, 1.5e-3, 7e-3, dict(n_layer=6, n_head=8, n_embd=256, T=128, B=16))}
 
-
 def trained(**changes):
-    """On one thread: the validation loss at the end, and the median seconds of a step."""
+    """On one thread: losses of the steps, validation's at the end, median seconds of a step."""
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        cfg = t.Config(**t.SMALL | dict(log_dir=folder, device="cpu", dtype="float32") | changes)
-        run = t.set_up(cfg, t.pick_device("cpu"))
-        seconds = [seconds_of(t.train_step, run) for _ in range(cfg.max_steps)]
-        return t.validation_loss(run, run.val_loader), statistics.median(seconds)
-
-
-def muon_against_adamw(steps, adamw_lr, muon_lr, **size):
-    """The loss where AdamW ends; Muon's share of its tokens for that, and of a step's time."""
-    sides = [dict(optimizer="adamw", max_lr=adamw_lr, max_steps=steps),
-             *(dict(max_lr=muon_lr, max_steps=int(steps * part)) for part in (0.3, 0.5))]
-    with ThreadPoolExecutor(2) as pool:  # AdamW beside Muon's two runs
-        (goal, adamw_s), (at_30, muon_s), (at_50, _) = pool.map(
-            lambda side: measure("trained", **size, **side), sides)
-    way = (at_30 - goal) / (at_30 - at_50)  # in between, the loss is linear in log(tokens)
-    return goal, 0.3 * (0.5 / 0.3) ** way, muon_s / adamw_s
-
+    with training_run(**QUICK | dict(dtype="float32") | changes) as run:
+        torch.set_float32_matmul_precision("highest")  # no TF32
+        losses, seconds = [], []
+        for _ in range(run.cfg.max_steps):
+            seconds.append(seconds_of(lambda: losses.append(t.train_step(run)[0].item())))
+        return losses, t.validation_loss(run, run.val_loader), float(np.median(seconds))
 
 def muon():
     """The share of AdamW's tokens with which Muon comes to the loss where AdamW ends."""
-    rows, source = [], SHARED / "fineweb_standin"
-    with tempfile.TemporaryDirectory() as shards:
-        subprocess.run([sys.executable, ROOT / "fineweb.py", f"--source={source}",
-                        f"--local_dir={shards}", "--encoding=bytes", "--shard_size=2000000"],
-                       check=True, stdout=subprocess.DEVNULL)
-        for name, (*settings, size) in SIZES.items():
-            losses, shares, times = zip(*(muon_against_adamw(
-                *settings, seed=seed, **{"data": shards} | size) for seed in (1, 2, 3)))
-            rows.append((name, settings[0], f"{statistics.mean(losses):.4f}",
-                         f"{statistics.mean(shares):.0%} ({min(shares):.0%}-{max(shares):.0%})",
-                         f"{statistics.median(times):.2f}"))
-    table(("size", "AdamW's steps", "its loss", "Muon's share of them", "its step / AdamW's"), rows)
-
-
-# ------------------------------------------------------------------------ memory, saving
-def saved_bytes(B, T):
-    """Bytes that a forward pass of GPT-2 (124M) in eager bfloat16 keeps for its backward."""
-    model = t.GPT(t.GPTConfig(block_size=T))
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept = {}
-
-    def pack(tensor):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-    idx = torch.randint(0, 50257, (B, T))
-    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-    with hooks, torch.autocast("cpu", torch.bfloat16):
-        _, loss = model(idx, idx, return_logits=False)  # alive, or nothing would be kept
-    return sum(kept.values())
-
+    yield header("size", "AdamW's steps", "its loss", "Muon's share of them", "its step / AdamW's")
+    with tempfile.TemporaryDirectory() as shards, ThreadPoolExecutor(2) as pool:
+        output_of([sys.executable, ROOT / "fineweb.py", f"--source={TEXTS}",
+                   f"--local_dir={shards}", "--encoding=bytes", "--shard_size=2000000"])
+        for name, (steps, adamw_lr, muon_lr, size) in SIZES.items():
+            size = size | (dict(data=shards) if "FineWeb" in name else {})
+            sides, found = [dict(optimizer="adamw", max_lr=adamw_lr, max_steps=steps)], []
+            sides += [dict(max_lr=muon_lr, max_steps=int(steps * part)) for part in (0.3, 0.5)]
+            for seed in (1, 2, 3):  # AdamW beside Muon's two runs
+                (_, goal, adamw_s), (_, at_30, muon_s), (_, at_50, _) = pool.map(
+                    lambda side: measure("trained", seed=seed, **size | side), sides)
+                way = (at_30 - goal) / (at_30 - at_50)  # the loss is linear in log(tokens)
+                found.append((goal, 0.3 * (0.5 / 0.3) ** way, muon_s / adamw_s))
+            losses, shares, times = zip(*found)
+            yield cells(name, steps, f"{np.mean(losses):.4f}",
+                        f"{np.mean(shares):.0%} ({min(shares):.0%}-{max(shares):.0%})",
+                        f"{np.median(times):.2f}")
 
 def memory():
-    """The largest power of two for B in a GPU's memory: measured on one, else computed."""
+    """The largest power of two for B in a GPU's memory, from what B = 2 and B = 4 take here."""
     T, usable = 1024, 0.93  # the rest is CUDA's context and fragments
-    if CUDA:
-        two, four = (measure("step_side", B=B, T=T, compile="True")["bytes"] for B in (2, 4))
-        row, how = (four - two) / 2, "measured at B = 2 and 4, compiled; the rest computed"
-        fixed = two - 2 * row
-    else:
-        row = saved_bytes(2, T) - saved_bytes(1, T)
-        row += T * 50304 * (4 + 4)  # gradients of log-probabilities and of logits, in float32
-        fixed = (16 + 2) * 124_475_904  # weights, gradients, AdamW's state, bfloat16 copies
-        how = "computed on a CPU for eager bfloat16; compiled needs less"
-    print(f"{how}: {fixed / 2**30:.2f} GiB + {row / 2**30:.3f} GiB a row of {T} tokens\n")
-    rows = {size: max(1, (size * 1e9 * usable - fixed) / row) for size in (12, 16, 24, 40, 80)}
-    table(("GPU memory, GB", "largest B"), [(gb, 2 ** int(math.log2(rows[gb]))) for gb in rows])
+    two, four = (measure("step_side", repeats=1, warmup=2, B=B, T=T, total_batch_size=B * T,
+                         dtype="bfloat16")[2] for B in (2, 4))
+    row, fixed = (four - two) / 2, 2 * two - four
+    yield (f"Measured on a {'GPU, compiled' if CUDA else 'CPU, eager: compiled needs less'}: "
+           f"{fixed / 2**30:.2f} GiB + {row / 2**30:.3f} GiB a row of {T} tokens\n")
+    yield header("GPU memory, GB", "largest B")
+    for size in (12, 16, 24, 40, 80):
+        yield cells(size, 2 ** int(np.log2(max(1, (size * 1e9 * usable - fixed) / row))))
 
+# ---- guard: what users feel
+def ready_side():  # CPU seconds that a start spends on HellaSwag's questions
+    h.DATA, encoding = QUESTIONS.resolve(strict=True), t.get_encoding("gpt2")
+    model = t.GPT(t.GPTConfig(n_layer=1, n_head=1, n_embd=8))
+    start = time.process_time()
+    t.hellaswag_scorer(t.Config(), model, encoding, autocast=None)
+    return time.process_time() - start
 
-def save_side():
-    """The size of a checkpoint, and median seconds of what save() lists."""
-    disk, stall, whole, start = [], [], [], []
-    with training_run(B=1, total_batch_size=1024, dtype="float32", compile="False") as run:
-        t.train_step(run)  # makes the optimizer's state
-        path, block = Path(run.cfg.log_dir, "plain.bin"), os.urandom(2**20)
-        for _ in range(6):
-            run.state.step += 1
-            stall.append(seconds_of(t.save, run))
-            whole.append(stall[-1] + seconds_of(run.saving.result))
-            size = t.newest_checkpoint(run.cfg.log_dir).stat().st_size
-            blocks = [block] * (size // len(block))
-            disk.append(seconds_of(t.write_whole, path, lambda file: file.writelines(blocks)))
-        for _ in range(6):  # last, since save() copies into new memory for new tensors
-            begin = time.perf_counter()
-            saved = t.read_checkpoint(t.newest_checkpoint(run.cfg.log_dir), mmap=CUDA)
-            run.state.load_state_dict(saved)
-            start.append(time.perf_counter() - begin)
-    return size, *(statistics.median(times[1:]) for times in (disk, stall, whole, start))
+def large_model():  # a random 124M on the CPU, and the context that it runs in
+    dtype = t.pick_dtype("auto", t.pick_device("cpu"))
+    torch.set_grad_enabled(False)
+    return t.GPT(t.GPTConfig()), torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
 
+def score_side():
+    """Seconds of a score of 101 questions, and of the plain way: each by itself, all logits."""
+    h.DATA, (model, autocast) = QUESTIONS.resolve(strict=True), large_model()
+    examples = list(h.iterate_examples("val"))[::100]
+    rendered, questions = [h.render_example(e) for e in examples], h.prepare(examples, model)
+    with autocast:
+        return median_seconds(
+            lambda: h.evaluate(model, questions),
+            lambda: [model(tokens)[0].log_softmax(-1) for _, tokens, _, _ in rendered], repeats=3)
 
-def save():
-    """How long a save of the 124M with AdamW's state holds up training, and what it takes."""
-    size, *seconds = measure("save_side")
-    names = ("plain write, fsync, rename of as many bytes", "save(): training waits",
-             "until it is on the disk and verified", "a start: find, verify, read, load")
-    print(f"{size / 1e9:.2f} GB; medians of 5, the first of each not counted\n")
-    table(("what", "s", "GB/s", "of the plain write"),
-          [(name, f"{s:.2f}", f"{size / s / 1e9:.2f}", f"{s / seconds[0]:.2f}x")
-           for name, s in zip(names, seconds)])
+def token_side():
+    """Seconds of a sampled token of the 124M, and of a forward pass over its context."""
+    (model, autocast), idx = large_model(), torch.randint(50257, (1, 200))
+    with autocast:
+        return median_seconds(lambda: model.generate(idx, 1, top_k=50), lambda: model(idx),
+                              repeats=30, warmup=3)
 
-
-# -------------------------------------------------------------------------------- tokens
-def tokenize_document(text):
-    encoding = t.get_encoding("gpt2")
-    return np.array([encoding.eot_token, *encoding.encode_ordinary(text)], dtype=np.uint16)
-
-
-def tokenize_share(first, step):
-    """Nothing but tiktoken: neither text nor tokens travel."""
-    encoding = t.get_encoding("gpt2")
-    return sum(1 + len(encoding.encode_ordinary(text)) for text in TEXTS[first::step])
-
-
-def tokenize():
-    """Documents to tokens: bare tiktoken on every core, a pool over documents, fineweb.py."""
+def tokenize_side():
+    """Seconds of fineweb.py from start to end, and of bare tiktoken on every core."""
     import pyarrow.parquet as pq
-    cores = len(os.sched_getaffinity(0))
-    files = sorted((SHARED / "fineweb_standin").glob("*.parquet")) * 6  # so starting weighs little
-    for file in files:
-        TEXTS.extend(pq.read_table(file, columns=["text"])["text"].to_pylist())
-    t.get_encoding("gpt2")  # before the fork
-    shares = [(i, cores) for i in range(cores)]
-    with (tempfile.TemporaryDirectory() as corpus, tempfile.TemporaryDirectory() as folder,
-          multiprocessing.get_context("fork").Pool(cores) as workers):
-        for i, file in enumerate(files):
-            Path(corpus, f"{i:03d}.parquet").symlink_to(file)
-        tokens = sum(workers.starmap(tokenize_share, shares))
-        command = [sys.executable, ROOT / "fineweb.py", f"--source={corpus}"]
-        sides = {
-            f"bare tiktoken, {cores} processes": lambda: workers.starmap(tokenize_share, shares),
-            "a pool over documents": lambda: sum(map(len, workers.imap(
-                tokenize_document, TEXTS, chunksize=16))),
-            "fineweb.py, start to end": lambda: subprocess.run(
-                [*command, f"--local_dir={tempfile.mkdtemp(dir=folder)}"], check=True,
-                stdout=subprocess.DEVNULL)}
-        seconds = median_seconds(sides.values(), repeats=3)
-    print(f"{tokens:,} tokens in {len(TEXTS):,} documents, medians of 3 rounds\n")
-    table(("side", "M tokens/s", "of bare"),
-          [(name, f"{tokens / s / 1e6:.2f}", f"{seconds[0] / s:.2f}")
-           for name, s in zip(sides, seconds)])
+    files = sorted(TEXTS.resolve(strict=True).glob("*.parquet"))
+    texts = [text for file in files for text in pq.read_table(file)["text"].to_pylist()] * 2
+    for i, file in enumerate(files * 2):  # so starting weighs little
+        Path(f"{i:03d}.parquet").symlink_to(file)
+    numbers, fork = itertools.count(), multiprocessing.get_context("fork").Process
+    encode = t.get_encoding("gpt2").encode_ordinary
 
+    def bare():  # neither text nor tokens travel
+        workers = [fork(target=lambda i=i: list(map(len, map(encode, texts[i::CORES]))))
+                   for i in range(CORES)]
+        for act in (fork.start, fork.join):
+            list(map(act, workers))
+    command = [sys.executable, ROOT / "fineweb.py", "--source=.", "--shard_size=10000000"]
+    return median_seconds(lambda: output_of([*command, f"--local_dir={next(numbers)}"]), bare,
+                          repeats=3)
 
-# ----------------------------------------------------------------------------- HellaSwag
-def naive_score(model, rendered):
-    """acc_norm the plain way: a question at a time, four padded rows, logits everywhere."""
-    right, device = 0, h.device_of(model)
-    for _, tokens, mask, label in rendered:
-        tokens, mask = tokens.to(device), mask.to(device)  # (4, N)
-        logits, _ = model(tokens)                          # (4, N, V)
-        losses = t.F.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(),
-                                   reduction="none")
-        means = (losses.view(4, -1) * mask[:, 1:]).sum(1) / mask.sum(1)
-        right += int(means.argmin() == label)
-    return right / len(rendered)
+def save_side(**constants):
+    """Seconds that training waits for a save, of a plain write, of the whole save; its bytes."""
+    with training_run(**constants) as run:
+        t.train_step(run)  # makes the optimizer's state
+        block, found = os.urandom(2**20), []
+        for _ in range(5):
+            run.state.step += 1
+            stall = seconds_of(run.folder.save, run.state)
+            whole = stall + seconds_of(run.folder.is_saved, run.state.step)
+            size = t.newest_checkpoint(run.folder.path).stat().st_size
+            blocks = [block] * (size // len(block))
+            plain = seconds_of(t.write_whole, Path("plain"), lambda file: file.writelines(blocks))
+            found.append((stall, plain, whole, size))
+    return np.median(found[1:], axis=0).tolist()
 
+def first_step_seconds():
+    begin = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder, started(
+            COMMAND, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        for line in process.stdout:
+            if re.match(r" *0/\d+ train ", line):
+                return time.perf_counter() - begin
+    raise RuntimeError("no step's line")
 
-def hellaswag():
-    """examples/s of hellaswag.evaluate against one question at a time, random GPT-2 (124M)."""
-    local = SHARED / "hellaswag" / "hellaswag_val.jsonl"
-    h.DATA = local if local.exists() else h.DATA
-    device, rounds = (t.pick_device("cuda"), 5) if CUDA else (torch.device("cpu"), 2)
-    torch.manual_seed(0)
-    model = t.GPT(t.GPTConfig()).to(device)
-    examples = list(h.iterate_examples("val"))[::100]  # 101 questions of all kinds
-    rendered = [h.render_example(example) for example in examples]
-    scores, rows = {}, []
-    sides = {"one question at a time": lambda: scores.update(naive=naive_score(model, rendered)),
-             "evaluate": lambda: scores.update(ours=h.evaluate(model, examples).acc_norm)}
-    for dtype in (torch.float32, torch.bfloat16):
-        with torch.no_grad(), torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            seconds = median_seconds(sides.values(), rounds)
-        for name, s, acc_norm in zip(sides, seconds, scores.values()):
-            rows.append((str(dtype)[6:], name, f"{len(examples) / s:.2f}",
-                         f"{seconds[0] / s:.2f}x", f"{acc_norm:.4f}"))
-    print(f"{len(examples)} questions, medians of {rounds} rounds; evaluate also tokenizes\n")
-    table(("dtype", "side", "examples/s", "ratio", "acc_norm"), rows)
+def beside_busy(function):  # function() while other processes keep every core busy
+    with contextlib.ExitStack() as others:
+        for _ in range(CORES):
+            others.enter_context(started([sys.executable, "-c", "while True: pass"]))
+        return function()
 
+def peak_side():  # GB that the first command, made short, has at most
+    output_of([*COMMAND, "--max_steps=40"])
+    return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9  # on Linux
 
-def sitting(folder, minutes):
-    """Run SITTING in order, each for its share of the minutes at most; keep what each printed."""
-    share = minutes * 60 / sum(most for most, _ in SITTING.values())
-    flags = "--data=shards --eval_every=100 --val_tokens=1048576 --hellaswag_every=0 " + (
-        "" if CUDA else "--n_layer=2 --n_head=2 --n_embd=48 --T=64 --B=8 --total_batch_size=4096")
-    with tempfile.TemporaryDirectory() as place:
-        subprocess.run([sys.executable, ROOT / "fineweb.py", "--shard_size=2000000",
-                        f"--source={SHARED / 'fineweb_standin'}", "--local_dir=shards"],
-                       cwd=place, check=True)
-        for name, (most, words) in SITTING.items():
-            command = [sys.executable, *words.format(root=ROOT, flags=flags).split()]
-            with open(Path(folder, f"sitting_{name}.txt"), "w", buffering=1) as file:
-                print(f"{machine()}\npython {words.format(root='.', flags=flags)}\n", file=file)
-                run = subprocess.Popen(command, cwd=place, stdout=file, stderr=file,
-                                       start_new_session=True)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    run.wait(most * share)
-                print("exit status, None where time was over:", run.poll(), file=file)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(run.pid, signal.SIGKILL)  # and its workers
-            run.wait()
-            print(f"{name}: {run.poll()}", flush=True)
+def ms_of(side, **arguments):
+    return lambda: measure(side, **arguments)[0]
 
+SHORT = QUICK | dict(repeats=60, warmup=10)
+LARGE = dict(T=256, B=8, total_batch_size=2048, device="cpu", repeats=4, warmup=1)
+GUARD = {  # rounds, and one or two sides; of two, their ratio is the figure
+    "ms of the quick start's step / of a plain loop's":
+        (3, ms_of("step_side", **SHORT), ms_of("plain_side", **SHORT)),
+    "ms of the 124M's step, 8 x 256 tokens / of a plain loop's":
+        (2, ms_of("step_side", **LARGE), ms_of("plain_side", **LARGE)),
+    "CPU s to get HellaSwag's 10,042 questions ready": (3, partial(measure, "ready_side")),
+    "s of HellaSwag's score, 101 questions / one at a time": (1, partial(measure, "score_side")),
+    "s to tokenize, fineweb.py / bare tiktoken, all cores": (1, partial(measure, "tokenize_side")),
+    "s that training waits for a save of the 124M / of a plain write with fsync":
+        (1, lambda: measure("save_side", B=1, T=256, total_batch_size=256, device="cpu")[:2]),
+    "s of a sampled token, 124M / a pass over its context": (1, partial(measure, "token_side")),
+    "s from the quick start's command to its first step / to import torch, numpy, tiktoken":
+        (3, first_step_seconds, partial(seconds_of, output_of, [
+            sys.executable, "-c", "import torch, numpy, tiktoken"])),
+    "ms of the quick start's step beside as many busy processes as cores / alone":
+        (3, partial(beside_busy, ms_of("step_side", **SHORT)), ms_of("step_side", **SHORT)),
+    "GB of peak memory of the first command": (1, partial(measure, "peak_side"))}
+
+def guard(only, record):
+    """What users feel, each figure beside the one on record. Smaller is better for every figure."""
+    same_kind, load, ratios = f"; {kind_of_cpu()}\n" in record, os.getloadavg()[0] / CORES, {}
+    before = dict(re.findall(r"^\| ([^|]+) \| ([\d.e+-]+)[ |(]", record, re.M))
+    if not same_kind:
+        yield "Measured only, not compared: the record is of another kind of CPU, or there is none."
+    if load > 0.5:
+        yield f"The load is {load:.1f} a core: figures that it changes are not compared."
+    yield "\n" + header("figure", "now", "on record", "ratio now/record")
+    for name in filter(only.search, GUARD):
+        try:
+            sides = in_turns(*GUARD[name])
+            now = sides[0] / sides[1] if sides[1:] else sides[0]
+            shown = f"{now:.3g}" + (f" ({sides[0]:.4g} / {sides[1]:.4g})" if sides[1:] else "")
+        except Exception as e:  # whatever it is, the next row is measured
+            now, shown = np.nan, f"not measured: {t.first_line(e)}"
+        same = same_kind and (load <= 0.5 or name.startswith(("CPU s", "GB")))  # load changes not
+        ratios[name] = ratio = now / float(before.get(name, "nan")) if same else np.nan
+        yield cells(name, shown, before.get(name, "-"), "-" if np.isnan(ratio) else f"{ratio:.2f}")
+    not_compared = [name for name, ratio in ratios.items() if np.isnan(ratio)]
+    worse = [name for name, ratio in ratios.items() if ratio > 1.15]
+    yield f"\nNot compared: {'; '.join(not_compared) or 'none'}."
+    yield f"Of {len(ratios) - len(not_compared)} compared, " + (
+        f"more than 15 % worse: {'; '.join(worse)}." if worse else "none is more than 15 % worse.")
+
+# ---- gpu: a sitting. Without a GPU a tiny version of each row runs, to try the sitting itself
+SIZE = dict(B=64, T=1024) if CUDA else dict(B=4, T=64, n_layer=2, n_head=2, n_embd=48)
+ONE = SIZE | dict(total_batch_size=SIZE["B"] * SIZE["T"])  # one micro-step, as on each of 8 GPUs
+# Not among them: Muon's products spread over the ranks. It takes several GPUs to time it, and a
+# gather of every matrix in Muon.step(); at most, 7/8 of Muon's share of a step would go.
+SWITCHES = {"as it comes": {}, "coordinate descent tuning": dict(tune=True, compile="False"),
+            "next batch fetched before the loss is read": dict(ahead=True),
+            "figures read one step late": dict(late=True), "as it comes, again": {}}
+
+def save_rows():
+    stall, plain, whole, size = measure("save_side", **ONE)
+    yield (f"\na save: training waits {stall:.3f} s for {size / 1e9:.2f} GB, a plain write with "
+           f"fsync takes {plain:.2f} s; on the disk and verified after {whole:.1f} s")
+
+def loss_rows():
+    expected, *_ = measure("trained", max_steps=20)  # of the quick start
+    for dtype, compiled in (("float32", "False"), ("auto", "False"), ("auto", "True")):
+        ours, *_ = measure("trained", max_steps=20, device=DEVICE, dtype=dtype, compile=compiled)
+        worst = max(abs(a - b) for a, b in zip(ours, expected, strict=True))
+        yield (f"losses, dtype={dtype} compile={compiled}: at most {worst:.1e} from the CPU's in "
+               f"float32; the last is {ours[-1]:.4f}, the CPU's {expected[-1]:.4f}")
+
+def duties_side(**constants):
+    """Seconds of a step, a validation, a score, a sample, as one rank of 8 has them."""
+    tokens, n = (t.Config.val_tokens // 8, h.TOTAL // 8) if CUDA else (1024, 8)
+    h.iterate_examples = lambda split: [  # as long as HellaSwag's: 45 and 29 tokens
+        {"ctx": "a" * (10 + i % 71), "endings": ["b" * (5 + i % 49)] * 4, "label": 0}
+        for i in range(n)]
+    with training_run(**constants, val_tokens=tokens, hellaswag_every=250) as run:
+        duties = (lambda: t.validation_loss(run, run.val_loader), run.hellaswag,
+                  lambda: t.print_sample(run))
+        return [*median_seconds(lambda: t.over_all_processes(run, *t.train_step(run)), **TIMES),
+                *median_seconds(*duties, repeats=3, warmup=1)]
+
+def duty_rows():
+    step, *seconds = [*measure("duties_side", **ONE), measure("save_side", **ONE)[0]]
+    c, total = t.Config, 0
+    every = {"validation": c.eval_every, "HellaSwag": c.hellaswag_every, "a sample": c.sample_every,
+             "a save": c.save_every}
+    yield "\n" + header("8 GPUs, outside of steps", "s", "times in 250 steps", "share of them")
+    for (name, n), s in zip(every.items(), seconds):
+        total += s / (n * step)
+        yield cells(name, f"{s:.3f}", f"{250 / n:g}", f"{s / (n * step):.2%}")
+    yield cells(f"all, beside steps of {step * 1e3:.1f} ms", "", "", f"{total:.2%}")
+
+def test_rows():
+    command = ["timeout", f"{max(1, END - time.monotonic()):.0f}", sys.executable, "-m", "pytest",
+               "-q", "-rs", "--tb=short", "tests" if CUDA else "tests/test_data.py"]
+    with started(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
+        yield from map(str.rstrip, process.stdout)
+        if process.wait() == 124:
+            raise TimeoutError("time was over before their end")
+
+def gpu(only, minutes):
+    """A sitting on a GPU, most wanted first; its end says what it left out."""
+    global END, ROW_SECONDS
+    END, ROW_SECONDS, left_out = time.monotonic() + 60 * minutes, max(60, 60 * minutes / 9), []
+    muon = {"one micro-step, AdamW": {}, "Muon: 1 - ratio is its share": dict(optimizer="muon")}
+    parts = {"default": side_rows({"as it comes": {}}, **SIZE, total=524288 if CUDA else 2048),
+             "ladder": ladder(**SIZE | dict(B=16 if CUDA else 4)), "muon": side_rows(muon, **SIZE),
+             "save": save_rows(), "losses": loss_rows(), "switches": side_rows(SWITCHES, **SIZE),
+             "duties": duty_rows(), "tests": test_rows()}
+    for name in filter(only.search, parts):
+        try:
+            yield from parts[name]
+        except Exception as e:  # whatever it is, the next part runs
+            left_out.append(f"{name} ({t.first_line(e)})")
+    yield f"\nLeft out: {'; '.join(left_out) or 'nothing'}."
 
 def main():
     parser = argparse.ArgumentParser(usage=__doc__)
-    parser.add_argument("which", choices=("all", "sitting", *BENCHES))
-    parser.add_argument("--save", metavar="FOLDER", help="also write FOLDER/<bench>.txt")
+    parser.add_argument("which", choices=("guard", "gpu", "all", *BENCHES))
+    parser.add_argument("--save", metavar="FOLDER", type=Path, help="also write FOLDER/<bench>.txt")
     parser.add_argument("--minutes", type=float, default=45)
-    args = parser.parse_args()
-    if args.which == "sitting":
-        return sitting(args.save or ROOT / "tests" / "measured", args.minutes)
-    failed = []
+    parser.add_argument("--only", metavar="save|step", type=re.compile, default="",
+                        help="rows of guard, parts of gpu; the file is appended to")
+    args, failed = parser.parse_args(), []
+    path = ROOT / "tests" / "measured" / "guard.txt"
+    record = path.read_text() if path.exists() else ""  # now, since it may be made anew
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started() ends its process
     for name in BENCHES if args.which == "all" else [args.which]:
-        bench, output = globals()[name], io.StringIO()
-        try:
-            with contextlib.redirect_stdout(output):
-                print(f"# {name}: {' '.join(bench.__doc__.split())}\n\n{machine()}\n")
-                bench()
-            if args.save:
-                Path(args.save).mkdir(parents=True, exist_ok=True)
-                Path(args.save, f"{name}.txt").write_text(output.getvalue())
-        except Exception:  # whatever it is, the next bench runs
-            traceback.print_exc()
-            failed.append(name)
-        print(output.getvalue(), flush=True)
-    if failed:
-        sys.exit(f"bench.py: failed: {', '.join(failed)}")
-
+        path = args.save / f"{name}.txt" if args.save else Path(os.devnull)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        more = {"guard": [args.only, record], "gpu": [args.only, args.minutes]}.get(name, [])
+        bench, gpu_name = globals()[name], torch.cuda.get_device_name() if CUDA else "no GPU"
+        title = (f"# {name}: {' '.join(bench.__doc__.split())}\n\n{time.strftime('%F %R')}; Python "
+                 f"{sys.version.split()[0]}; {gpu_name}; {kind_of_cpu()}\n")
+        with open(path, "a" if args.only.pattern else "w") as file:
+            try:
+                for line in itertools.chain([title], bench(*more)):
+                    for place in (sys.stdout, file):
+                        print(line, file=place, flush=True)
+            except Exception:  # whatever it is, the next bench runs
+                traceback.print_exc()
+                failed.append(name)
+    sys.exit(f"bench.py: failed: {', '.join(failed)}" if failed else 0)
 
 if __name__ == "__main__":
     main()

@@ -364,14 +364,14 @@ def succeed(run):
     return run
 
 
-def two_processes(folder, **changes):
-    """Two forked processes that train together; returns their exit statuses and them."""
+def together(n, folder, **changes):
+    """n forked processes that train together; returns their exit statuses and them."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
-    env = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    runs = [Forked(folder, env=env | {"RANK": rank, "LOCAL_RANK": rank}, **changes)
-            for rank in ("0", "1")]
+    env = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    runs = [Forked(folder, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **changes)
+            for rank in range(n)]
     return [run.wait() for run in runs], runs
 
 
@@ -395,7 +395,7 @@ class Arrange:
         """Get the signal in these steps (12, 12: twice); not amid a save, which SIGSTOP would
         stop as well."""
         def act(run):
-            run.thread.submit(int).result()  # the saves and pictures before it are done
+            run.folder.thread.submit(int).result()  # the saves and pictures before it are done
             for _ in range(steps.count(run.state.step)):
                 os.kill(os.getpid(), number)
         self.before(steps, act)
@@ -406,6 +406,10 @@ class Arrange:
 
     def slow(self, seconds):
         self.before(range(10**9), lambda run: time.sleep(seconds))
+
+    def slow_saves(self, seconds):
+        real = self.t.write_whole
+        self.t.write_whole = lambda *args, **words: (time.sleep(seconds), real(*args, **words))
 
     def poison_at(self, step):
         """In that step the gradient is NaN."""

@@ -1,16 +1,19 @@
 """The script is made to be changed: an edit works, or is told; it is never silently wrong."""
+import copy
 import dataclasses
+import json
+import math
 import re
 import shutil
 import signal
-from concurrent.futures import Future, ThreadPoolExecutor
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from conftest import (
-    ROOT, TINY, Forked, assert_same, load, one_line, read_log, succeed, write_text)
+    ROOT, TINY, Forked, assert_close_logs, assert_same, load, one_line, read_log, succeed,
+    together, write_text)
 from test_model import ids, shake, small, stub_run
 from torch.nn import functional as F
 
@@ -41,11 +44,29 @@ def narrow_window(arrange, width):
                                   scaled_dot_product_attention=attention)
 
 
-def gain_of_queries(arrange, _):
+def in_attention(arrange, add):
+    """add(it, config) at the end of its constructor."""
     def __init__(self, config):
         real(self, config)
-        self.q_gain = torch.nn.Parameter(torch.ones(config.n_embd))
+        add(self, config)
     real, arrange.t.CausalSelfAttention.__init__ = arrange.t.CausalSelfAttention.__init__, __init__
+
+
+def gain_of_queries(attention, config):
+    attention.q_gain = torch.nn.Parameter(torch.ones(config.n_embd))
+
+
+def mask_as_buffer(attention, config):
+    """-inf where a token may not look, as in many a GPT; a save refuses such weights."""
+    attention.register_buffer("mask", torch.full((config.block_size,) * 2, -math.inf).triu(1))
+
+
+def low_rank(attention, config):
+    """LoRA, which begins at zero, with a gate that begins open."""
+    attention.lora_a = t.undrawn(torch.nn.Linear(config.n_embd, 16, bias=False))
+    attention.lora_b = torch.nn.Linear(16, config.n_embd, bias=False)
+    torch.nn.init.zeros_(attention.lora_b.weight)
+    attention.gate_bias = torch.nn.Parameter(torch.ones(config.n_embd))
 
 
 def documents_apart(arrange, end_of_text):  # in a text without documents, this is GPT-2
@@ -55,15 +76,27 @@ def documents_apart(arrange, end_of_text):  # in a text without documents, this 
 
 @pytest.mark.parametrize("edit, value, reason", [
     (narrow_window, 12, "logits differ by"), (documents_apart, 256, "logits differ by"),
-    (gain_of_queries, 0, "q_gain")])
+    (in_attention, gain_of_queries, "q_gain"), (in_attention, mask_as_buffer, "mask")])
 @pytest.mark.usefixtures("is_gpt2")
 def test_an_edited_model_trains_to_the_end_and_is_not_exported(folder, edit, value, reason):
     """hf/ would compute something else than what was trained."""
-    run = succeed(Forked(folder / edit.__name__, max_steps=6, arrange={edit: value},
+    run = succeed(Forked(folder / f"{edit.__name__} {reason}", max_steps=6, arrange={edit: value},
                          hide=["matplotlib"], sample_every=6, sample_tokens=9))
     *_, said, _, _ = run.out.splitlines()
     assert re.match(rf"Not exported: transformers would compute something else \(.*{reason}", said)
     assert (6, "val") in read_log(run.log_dir) and not (run.log_dir / "hf").exists()
+
+
+def test_what_a_module_sets_itself_stays_and_others_begin_as_ever(monkeypatch):
+    """LoRA would not begin at zero; and two models would differ in all weights, not in an edit."""
+    before = small().state_dict()
+    monkeypatch.setattr(t.CausalSelfAttention, "__init__", t.CausalSelfAttention.__init__)
+    in_attention(SimpleNamespace(t=t), low_rank)
+    model = small()
+    after, attention = model.state_dict(), model.transformer.h[1].attn
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert not attention.lora_b.weight.any() and (attention.gate_bias == 1).all()
+    assert attention.lora_a.weight.std().item() == pytest.approx(0.02, rel=0.2)
 
 
 def test_a_logit_made_otherwise_is_so_in_loss_samples_and_scores(monkeypatch):
@@ -79,25 +112,34 @@ def test_a_logit_made_otherwise_is_so_in_loss_samples_and_scores(monkeypatch):
     assert seen[0].abs().max() < 0.5
 
 
-def test_other_code_continues_a_run_and_says_so(finished, capsys):
+def other_code(arrange, _):
+    arrange.t.code_checksum = lambda: 7
+
+
+def test_other_code_continues_a_run_and_says_so(folder, finished):
     """Two models in one run. A finished one would be validated and exported as another's."""
     saved = load(finished / LAST)
-    cfg = t.Config(**saved["constants"])
-    t.check_same_training(saved, cfg, saved["data"])
-    assert capsys.readouterr().out == ""
-    saved["code"] = 7
     with pytest.raises(t.UserError, match="edited since it finished.*--log_dir"):
-        t.check_same_training(saved, cfg, saved["data"])
-    saved["step"] = 13
-    t.check_same_training(saved, cfg, saved["data"])
-    assert "!!! train_gpt2.py was edited: from step 13 on, other" in capsys.readouterr().out
+        t.check_same_training(saved | {"code": 7}, t.Config(**saved["constants"]), saved["data"])
+    copy = shutil.copytree(finished, folder / "edited")
+    run = succeed(Forked(copy, max_steps=32, arrange={other_code: 0}))
+    assert "!!! train_gpt2.py was edited: from step 30 on, other code continues" in run.out
+    assert "was edited" not in succeed(Forked(copy, max_steps=32, arrange={other_code: 0})).out
 
 
-def test_weights_that_do_not_fit_the_edited_model_are_a_line(folder, finished):
+def test_a_checkpoint_that_does_not_fit_the_code_is_a_line(folder, finished):
+    """And nothing says that it goes on. Torch would give one optimizer's state to another."""
     copy = shutil.copytree(finished, folder / "misfit")
-    run = Forked(copy, max_steps=32, arrange={gain_of_queries: 0})
-    assert run.wait() == 1
-    one_line(run.err, "other code", "Missing key", "q_gain", "--log_dir")
+    run = Forked(copy, max_steps=32, arrange={in_attention: gain_of_queries, other_code: 0})
+    assert run.wait() == 1 and "other code continues" not in run.out
+    one_line(run.err, "does not fit", "Missing key", "q_gain", copy, "--log_dir")
+    saved = load(finished / LAST)
+    cfg = t.Config(**saved["constants"])
+    model = t.build_model(cfg, t.get_encoding("bytes"), saved)
+    optimizers = [torch.optim.SGD(model.parameters())]
+    with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
+        with pytest.raises(t.UserError, match=r"its optimizers are \['AdamW'\], here are \['SGD'"):
+            t.build_state(model, cfg, torch.float32, saved)
 
 
 def test_what_counts_as_other_code(tmp_path, monkeypatch):
@@ -110,34 +152,180 @@ def test_what_counts_as_other_code(tmp_path, monkeypatch):
     monkeypatch.setattr(t, "__file__", str(path))
     same = checksum(source)
     assert same == t.code_checksum()  # still that of the file that was imported
-    for old, new in (("class Block", "# a comment\n\n\nclass Block"),
-                     ("seed: int = 1337", "seed: int = 2"),
-                     ("    encoding=", "    seed=3, encoding="),
-                     ("import re\n", "import re  # as always\n")):
-        assert old in source and checksum(source.replace(old, new, 1)) == same, old
-    for old, new in (("return self.c_proj(", "return -self.c_proj("),
-                     ("state.step += 1", "state.step += 2"), ("    print0_once(", " print0_once(")):
-        assert old in source and checksum(source.replace(old, new, 1)) != same, old
+    for old, new, is_same in (
+            ("class Block", "# a comment\n\n\nclass Block", True),
+            ("import re\n", "import re  # as ever\n", True),
+            ("seed: int = 1337", "seed: int = 2", True),
+            ("    encoding=", "    seed=3,\n    encoding=", True),
+            ("log_dir=\"log_finetune\"", "log_dir=\"tuned\"", True),
+            ("return self.c_proj(", "return -self.c_proj(", False),
+            ("state.step += 1", "state.step += 2", False),
+            ("        kept += len(line)\n", "    kept += len(line)\n", False)):
+        assert old in source and (checksum(source.replace(old, new, 1)) == same) == is_same, old
+    monkeypatch.setattr(t, "encoding_parts", t.get_encoding)  # which ids a text has
+    assert checksum(source) != same
 
 
-def test_a_new_constant_had_its_default_in_old_runs(finished):
-    """Else nobody could go on: `dropout was None`, which no one can put back."""
+def test_what_is_new_had_its_default_in_old_runs(finished):
+    """Else nobody could go on: `dropout was None`, or other code, which no one can put back."""
     saved, cfg = load(finished / LAST), t.Config(**load(finished / LAST)["constants"])
-    del saved["constants"]["dropout"]
+    del saved["constants"]["dropout"], saved["code"]
     t.check_same_training(saved, cfg, saved["data"])
     with pytest.raises(t.UserError, match=f"dropout was {t.Config.dropout}, is 0.5"):
         t.check_same_training(saved, dataclasses.replace(cfg, dropout=0.5), saved["data"])
 
 
-def test_optimizers_go_on_with_the_codes_settings(finished):
-    """Of a checkpoint they take their state, or betas that were edited would have no effect."""
-    saved = load(finished / LAST)
-    model = t.build_model(t.Config(**saved["constants"]), t.get_encoding("bytes"), saved)
-    state = t.State(model, t.configure_optimizers(model, t.Config()), torch.amp.GradScaler("cpu"))
-    state.optimizers[0].param_groups[0]["betas"] = (0.8, 0.99)
-    state.load_state_dict(saved)
-    assert state.optimizers[0].param_groups[0]["betas"] == (0.8, 0.99)
-    assert state.optimizers[0].state[model.transformer.ln_f.weight]["exp_avg"].any()
+def test_groups_keep_their_share_of_the_rate_and_their_numbers_when_a_run_continues():
+    """Embeddings would learn a hundred times too fast, or schedule-free optimizers begin again."""
+    def state():
+        model, scaler = small(), torch.amp.GradScaler("cpu", enabled=False)
+        embeddings, *others = model.parameters()
+        groups = [dict(params=others), dict(params=[embeddings], lr=cfg.max_lr / 100)]
+        return t.State(model, [torch.optim.SGD(groups, lr=cfg.max_lr)], scaler)
+    cfg = t.Config(T=32, B=4, total_batch_size=128)
+    run = stub_run(small(), cfg, ids(T=33))
+    run.state = state()
+    for step in range(4):
+        run.ddp_model = run.state.raw_model
+        t.train_step(run)
+        groups = run.state.optimizers[0].param_groups
+        assert [group["lr"] / t.get_lr(step, cfg) for group in groups] == pytest.approx([1, 0.01])
+        assert groups[1].get("k", 0) == step
+        groups[1]["k"] = step + 1
+        saved, run.state = copy.deepcopy(run.state.state_dict()), state()
+        run.state.load_state_dict(saved)
+
+
+def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_named():
+    """It would stay as it began, or move twice; or a step would be lost to NaN."""
+    model = small()
+    gains = [model.transformer.ln_f.weight]
+    others = [p for p in model.parameters() if p is not gains[0]]
+    for groups, says in (([others], "is in 0 groups"), ([others + gains, gains], "is in 2 groups")):
+        with pytest.raises(t.UserError, match=f"transformer.ln_f.weight {says}"):
+            t.check_parameters(model, [torch.optim.SGD(group) for group in groups])
+    gains[0].requires_grad_(False)  # a frozen one may be in none
+    t.check_parameters(model, [torch.optim.SGD(others)])
+    model.lm_head.bias = torch.nn.Parameter(torch.full((384,), math.nan))  # of torch.empty, say
+    with pytest.raises(t.UserError, match="lm_head.bias is not finite before the first step"):
+        t.build_state(model, t.Config(), torch.float32, {})
+
+
+def frozen_positions(arrange, _):
+    def build_model(*args):
+        model = real(*args)
+        model.transformer.wpe.requires_grad_(False)
+        return model
+    real, arrange.t.build_model = arrange.t.build_model, build_model
+
+
+def averaged_weights(arrange, decay):
+    """An exponential moving average, as part one says that it is done."""
+    class Averaged(arrange.t.State):
+        def __post_init__(self):
+            super().__post_init__()
+            self.average = copy.deepcopy(self.raw_model)
+
+        eval_model = property(lambda self: self.average)
+
+    def train_step(run):
+        result, trained = real(run), run.state.raw_model.parameters()
+        for mean, p in zip(run.state.average.parameters(), trained, strict=True):
+            mean.data.lerp_(p.data, 1 - decay)
+        return result
+    real, arrange.t.train_step, arrange.t.State = arrange.t.train_step, train_step, Averaged
+
+
+@pytest.mark.usefixtures("is_gpt2")
+def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_stay(folder):
+    """Also when the run continues. In "val" and hf/ would be the last step's weights."""
+    def run(name, *steps):
+        return succeed(Forked(folder / name, max_steps=20, optimizer="muon", hide=["matplotlib"],
+                              arrange={averaged_weights: 0.8, frozen_positions: 0,
+                                       "signal_at": (signal.SIGTERM, *steps)}))
+    whole, _, again = run("averaged"), run("averaged 2", 12), run("averaged 2")
+    path = again.log_dir / "checkpoint_00020.pt"
+    assert read_log(again.log_dir) == read_log(whole.log_dir)
+    assert_same(load(path), load(whole.log_dir / path.name))
+    saved, (average, encoding) = load(path), t.load_weights(str(path))
+    cfg = t.Config(**saved["constants"])
+    loss = t.validation_loss(stub_run(average, cfg, ids()), t.open_data(cfg, encoding)[1])
+    assert read_log(again.log_dir)[20, "val"] == pytest.approx(loss, abs=2e-6)
+    exported = t.load_hugging_face(str(again.log_dir / "hf")).state_dict()
+    new = t.build_model(cfg, encoding).state_dict()
+    for name, weight in saved["model"].items():
+        assert torch.equal(exported[name], weight)
+        assert torch.equal(saved["trained"][name], weight) == (".wpe." in name), name
+        assert torch.equal(new[name], weight) == (".wpe." in name), name
+
+
+def test_a_batch_that_grows_is_an_edit_of_rows_before_alone(monkeypatch, tmp_path, capsys):
+    """Rows would be read twice or never, the curve be drawn at other tokens, or some left out."""
+    warmup = {0: 0, 1: 4, 2: 12, 3: 24}  # the later steps have 16 rows
+    monkeypatch.setattr(t, "rows_before", lambda cfg, n: warmup.get(n, 16 * n - 24))
+    cfg = t.Config(T=32, B=2, total_batch_size=512, max_steps=6)
+    run, rows, seen = stub_run(small(), cfg, ids(2, 33)), [], []
+    batch = run.train_loader.batch.return_value
+    run.train_loader.batch.side_effect = lambda row, B, _: rows.extend(range(row, row + B)) or batch
+    for _ in range(6):
+        t.train_step(run)
+    assert rows == [*range(72)]
+    with pytest.raises(t.UserError, match=r"Step 6 has 16 rows: rows_before.* = 3 \* 1"):
+        cfg.B = 3
+        t.train_step(run)
+    run.state.step, run.step_seconds, run.said = 3, [2.0], []
+    t.report_step(run, 1.0, 1.0)
+    assert f" {12 * 32 // 2} tok/s" in capsys.readouterr().out
+    figure = pytest.importorskip("matplotlib.figure")
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **_: seen.append(self))
+    (tmp_path / "run.json").write_text(json.dumps({"constants": vars(cfg)}))
+    (tmp_path / "log.txt").write_text("0 train 3.0\n1 train 2.0\n6 val 2.0\n")
+    t.draw_curves(tmp_path)
+    train, val = (line.get_xdata() * 1e6 for line in seen[0].axes[0].lines)
+    assert [*train, *val] == pytest.approx([0, 4 * 32, 72 * 32])
+    monkeypatch.setattr(t, "rows_before", lambda cfg, step: 24)
+    with pytest.raises(t.UserError, match="Step 3 has 0 rows"):
+        t.train_step(run)
+
+
+def masked(arrange, _):
+    """Of the row with number n, the first (n % 5) * 4 targets count, as in a chat its answers."""
+    def batch(self, row, B, device=torch.device("cpu")):
+        x, y = real(self, row, B, device)
+        counted = torch.arange(row, row + B) % 5 * 4
+        return x, y.masked_fill(torch.arange(self.T) >= counted[:, None], -100)
+    real, arrange.t.DataLoaderLite.batch = arrange.t.DataLoaderLite.batch, batch
+
+
+def noisy_gradients(arrange, scale):
+    def step_optimizers(state, *args):
+        for p in state.raw_model.parameters():
+            p.grad += scale * torch.randn_like(p)
+        return real(state, *args)
+    real, arrange.t.step_optimizers = arrange.t.step_optimizers, step_optimizers
+
+
+def test_targets_that_do_not_count_and_noise_leave_b_and_processes_a_matter_of_speed(folder):
+    """A mean of means gives a target more weight the fewer are in its batch; some have none. With
+    noise of its own, each process would train another model."""
+    edits = {masked: 0, noisy_gradients: 0.01}
+    one = succeed(Forked(folder / "masked", B=8, arrange=edits))  # a step in one batch
+    statuses, runs = together(2, folder / "masked 2", B=1, arrange=edits)
+    assert statuses == [0, 0], [run.err for run in runs]
+    assert_close_logs(one.log_dir, runs[0].log_dir)
+
+
+def test_a_loss_that_is_not_the_cross_entropy_is_told(monkeypatch, capsys):
+    """"val" would not compare with others', and be best where another term is."""
+    def forward(self, idx, targets=None, return_logits=True):
+        logits, loss = real(self, idx, targets)
+        return logits, loss + (self.training or wrong) * 1e-3 * logits.logsumexp(-1).square().mean()
+    real, run = t.GPT.forward, stub_run(small(), t.Config(), ids(T=33))
+    run.val_loader = run.train_loader
+    monkeypatch.setattr(t.GPT, "forward", forward)
+    for wrong in (False, True):
+        t.check_loss(run)
+        assert ("!!! val is not the cross-entropy" in capsys.readouterr().out) == wrong
 
 
 def test_a_constant_of_the_model_reaches_it_by_its_name(monkeypatch):
@@ -200,37 +388,3 @@ def test_where_gpt2_drops_out(is_gpt2):
         model(ids())
     assert [call.args[1] for call in dropout.call_args_list] == [0.5] * (1 + 2 * 2)
     assert [call.kwargs["dropout_p"] for call in attention.call_args_list] == [0.5] * 2
-
-
-def test_only_the_newest_drawing_waits():
-    with ThreadPoolExecutor(1) as thread, mock.patch.object(t, "draw_curves") as draw_curves:
-        run, hold = mock.Mock(thread=thread, drawing=Future()), Future()
-        thread.submit(hold.result)  # a save
-        for _ in range(5):
-            t.draw(run)
-        hold.set_result(None)
-        run.drawing.result(60)
-        assert draw_curves.call_count == 1
-
-
-def test_what_stays_in_a_log(tmp_path, monkeypatch):
-    """Steps that come again go, and half a line; comments stay, and what a full disk refused."""
-    path, kept = tmp_path / "log.txt", b"# tried on Monday\n\n0 val 9.5\n# the cat\n11 train 1.0\n"
-    for rest in (b"12 train 1.0\n# no\n", b"13 val 1.0\n", b"11 tra", b"1", b"# half", b""):
-        path.write_bytes(kept + rest)
-        log = t.Log(path, 12, lock=None)
-        log.write(b"12 train 2.0\n")
-        assert path.read_bytes() == kept + b"12 train 2.0\n", rest
-    file, log.file = log.file, mock.Mock()
-    log.file.write.side_effect = [3, OSError("No space left")]
-    log.write(b"13 train 3.0\n")  # of which a full disk takes 3 bytes
-    log.write(b"")
-    assert log.refused == b"train 3.0\n"
-    log.file = file
-    with mock.patch.object(t.os, "fsync") as fsync:
-        fsync.side_effect = lambda number: seen.append((number, path.read_bytes()))
-        seen = []
-        log.sync()
-    assert seen == [(log.file.fileno(), kept + b"12 train 2.0\ntrain 3.0\n")]
-    monkeypatch.setattr("builtins.print", mock.Mock(side_effect=OSError("No space left")))
-    t.print0("to a file on the same disk")

@@ -1,5 +1,6 @@
 """Checkpoints, resuming, full disks, signals, kills: real ones, a hundred with GPT2_SOAK=100."""
 import dataclasses
+import inspect
 import io
 import itertools
 import json
@@ -13,7 +14,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +21,7 @@ import pytest
 import torch
 from conftest import (
     ENV, ROOT, TINY, Forked, assert_close_logs, assert_same, flags, load, one_line,
-    read_log, succeed, two_processes, until, write_text)
+    read_log, succeed, together, until, write_text)
 
 import train_gpt2 as t
 
@@ -98,7 +98,7 @@ def test_killed_at_random_moments(place, optimizer, dtype):
     for _ in range(KILLS):
         run = Forked(folder, arrange={"slow": 0.02}, **words)
         seen = rng.randint(1, 9)  # steps, then it may be anywhere
-        until(lambda: run.out.count(" loss ") > seen and names(folder), run=run)  # noqa: B023
+        until(lambda: run.out.count(" train ") > seen and names(folder), run=run)  # noqa: B023
         run.process.kill()
         run.wait()
         assert_all_whole(folder)
@@ -120,38 +120,51 @@ def test_killed_inside_a_save(place, reference, call, last):
     for n in (rng.randint(2, last), rng.randint(1, 3), 1):
         assert Forked(folder, arrange={kill: (call, n)}).wait() == -signal.SIGKILL
         assert_all_whole(folder)
+    (folder / "checkpoint_00007.pt.part").touch()  # of a save whose step does not come again
     succeed(Forked(folder))
     assert not list(folder.glob("*.part"))
     assert_same_run(folder, reference)
 
 
-def test_training_goes_on_while_a_save_is_written():
-    """It changes what is saved; or the embedding, which is the output, too, is there twice."""
-    weight = torch.zeros(3)
-    copy = t.copy_to_host({"model": [weight, weight], "step": 5}, {})
+def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
+    """It changes what is saved; the embedding, which is the output, too, is there twice; or each
+    save asks for new memory, while the one before it is still written."""
+    folder, weight = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data"), torch.zeros(3)
+    copy = folder.copy_to_host({"model": [weight, weight], "step": 5})["model"]
     weight += 1
-    assert copy["model"][0] is copy["model"][1] and not copy["model"][0].any()
-    run = mock.MagicMock(cfg=t.Config(), **{"state.state_dict.return_value": {}})
-    t.save(run)
-    calls = [name for name, *_ in run.mock_calls if name in ("saving.result", "log.sync")]
-    assert calls == ["saving.result", "log.sync"] and run.mock_calls[-1][0] == "thread.submit"
+    assert copy[0] is copy[1] and not copy[0].any()
+    again = folder.copy_to_host({"model": [weight]})["model"]
+    assert again[0] is copy[0] and again[0].all()
+    seen = mock.MagicMock()
+    folder.saving, folder.log, folder.thread = seen.saving, seen.log, seen.thread
+    folder.copy_to_host = seen.copy
+    monkeypatch.setattr(t.os, "fsync", seen.fsync)
+    folder.save(mock.MagicMock(step=5, **{"state_dict.return_value": {}}))
+    calls = [name for name, *_ in seen.mock_calls if "__" not in name]
+    assert calls == ["saving.result", "log.fileno", "fsync", "copy", "thread.submit"]
 
 
-def test_a_checkpoint_is_finite_and_verified_before_it_has_its_name(tmp_path, monkeypatch, capsys):
+def test_a_checkpoint_is_finite_and_verified_before_it_has_its_name(tmp_path, capsys):
     """Or the good ones before it go, and one that cannot be read, or goes on as NaN, stays."""
     for step in (5, 8, 10):
         (tmp_path / f"checkpoint_{step:05d}.pt").touch()
-    before, cfg = names(tmp_path), t.Config(log_dir=str(tmp_path))
+    before, folder = names(tmp_path), t.RunFolder(t.Config(log_dir=str(tmp_path)), "data")
+    weights = {"mask": torch.tensor(-math.inf)}  # which is no parameter
+    content = {"step": 15, "trained": weights}
     for number in (math.inf, math.nan):
-        content = {"step": 15, "model": {"weight": torch.tensor([0.0] * 2**17 + [number])}}
+        weights["weight"] = torch.tensor([0.0] * 2**17 + [number])
         threads = set(Path("/proc/self/task").glob("*"))  # none but on Linux
-        with ThreadPoolExecutor(1) as thread:  # without OpenMP's, which would slow training
-            assert thread.submit(t.write_checkpoint, content, cfg).result() == -1
-            assert len(set(Path("/proc/self/task").glob("*")) - threads) <= 1
-        assert names(tmp_path) == before
-    monkeypatch.setattr(torch, "save", lambda content, file: file.write(b"damaged on its way"))
-    assert t.write_checkpoint({"step": 15, "model": {}}, cfg) == -1 and names(tmp_path) == before
+        folder.thread.submit(folder.write_checkpoint, content, ["weight"]).result()
+        # without OpenMP's, which would slow training
+        assert len(set(Path("/proc/self/task").glob("*")) - threads) <= 1
+    folder.thread.shutdown()
+    weights["weight"] = torch.zeros(1)
+    with mock.patch.object(torch, "save", lambda content, file: file.write(b"damaged")):
+        folder.write_checkpoint(content, ["weight"])
+    assert names(tmp_path) == before and not folder.is_saved(15)
     assert capsys.readouterr().out.count("NOT SAVED at step 15") == 3
+    folder.write_checkpoint(content, ["weight"])
+    assert folder.is_saved(15) and names(tmp_path) == ["checkpoint_00010.pt", "checkpoint_00015.pt"]
 
 
 def test_a_checkpoint_made_on_a_gpu_is_read_without_one(reference, tmp_path, monkeypatch):
@@ -169,9 +182,21 @@ def test_signals_in_the_first_a_middle_and_the_last_step(place, reference, first
     for name, step in ((first, 0), (second, 14), (first, STEPS - 1)):
         run = succeed(Forked(folder, arrange={"signal_at": (getattr(signal, name), step)}))
         assert (step, "train") in read_log(folder)
-        assert run.out.index("Stopping after this step") < run.out.index(f" {step}/30 loss")
+        assert run.out.index("Stopping after this step") < run.out.index(f" {step}/30 train")
         assert f"saved {folder}/checkpoint_{step + 1:05d}.pt" in run.out
         assert f"Stopped by a signal after {step + 1} steps" in run.out.splitlines()[-1]
+    succeed(Forked(folder))
+    assert_same_run(folder, reference)
+
+
+def test_a_second_ctrl_c_ends_at_once(halfway, reference):
+    """A step or a save may take minutes, or never end. SIGTERM is no impatience."""
+    folder = halfway("impatient")
+    run = Forked(folder, arrange={"signal_at": (signal.SIGINT, 16, 16)})
+    assert run.wait() == 130 and not run.err and (16, "train") not in read_log(folder)
+    assert f"nded at once. What stays: {folder}/checkpoint_00015.pt" in run.out.splitlines()[-1]
+    run = succeed(Forked(folder, arrange={"signal_at": (signal.SIGTERM, 18, 18)}))
+    assert "Stopped by a signal after 19 steps" in run.out
     succeed(Forked(folder))
     assert_same_run(folder, reference)
 
@@ -203,7 +228,7 @@ def test_under_torchrun(place):
     def wait_for(condition):
         until(lambda: job.poll() is not None or condition())
     try:
-        wait_for(lambda: names(folder))
+        wait_for(lambda: names(folder)[1:])  # one of a step after 0
         workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         os.kill(int(workers[-1]), signal.SIGKILL)
         wait_for(lambda: out.read_text().count(", from step ") == 2)
@@ -232,7 +257,7 @@ def test_a_signal_to_one_of_two_processes(halfway, reference):
     or a run does not go on with other numbers of processes and rows."""
     folder = halfway("alone and together")
     arrange = {"signal_on_rank": (1, signal.SIGINT, 20), again_in: ("finish", signal.SIGINT)}
-    statuses, runs = two_processes(folder, B=2, arrange=arrange)
+    statuses, runs = together(2, folder, B=2, arrange=arrange)
     assert statuses == [0, 0], [run.err for run in runs]
     assert "from step 13 on" in runs[0].out and runs[1].out == ""
     assert "Stopped by a signal after 21 steps" in runs[0].out
@@ -294,8 +319,8 @@ def test_disk_full_to_the_end(place, reference):
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     run.go_on()
     assert run.wait() == 1
-    one_line(run.err, f"Step {STEPS} is not saved")
-    assert re.search("!!! NOT SAVED at step 15: .*too large.*   29/30 loss", run.out, re.S), run.out
+    one_line(run.err, f"Step {STEPS} is not saved", "too large")
+    assert re.search("!!! NOT SAVED at step 15: .*too large.*   29/30 train", run.out, re.S)
     assert names(run.log_dir) == ["checkpoint_00005.pt", "checkpoint_00010.pt"]
     assert_all_whole(run.log_dir)
     assert not list(run.log_dir.glob("*.part"))
@@ -351,12 +376,50 @@ def test_a_refused_start_changes_nothing(halfway):
     assert snapshot(folder) == before
 
 
+def rise_after(arrange, step):
+    arrange.t.validation_loss = lambda run, _: 1 + abs(run.state.step - step) / 10
+
+
+def test_where_validation_rises_the_best_weights_stay_and_are_exported(place, is_gpt2):
+    """Weights that are tuned on a small text are at their best long before the last step."""
+    run = succeed(Forked(place / "rises", arrange={rise_after: 10}, hide=["matplotlib"]))
+    folder, best = run.log_dir, run.log_dir / "checkpoint_00010.pt"
+    assert names(folder) == [best.name, "checkpoint_00025.pt", LAST]
+    assert f"exported {best} to" in run.out
+    assert f"Validation was lowest at step 10, 1.0000: {best}\n" in run.out
+    exported = t.load_weights(str(folder / "hf"))[0].state_dict()
+    torch.testing.assert_close(exported, dict(load(best)["model"]), rtol=0, atol=0)
+    assert t.best_checkpoint(folder) == best
+    (folder / "log.txt").write_text("10 val 1.0\n20 val 0.5\n25 val 0.9\n30 val 0.8\n")
+    assert t.best_checkpoint(folder) == folder / LAST  # of step 20 there is none
+    newest = (folder / LAST).rename(folder / "checkpoint_00032.pt")
+    assert t.best_checkpoint(folder) == newest  # not validated, but validation still falls
+
+
+def leave_at(arrange, step):
+    """An edit of the loop, say by a clock or a metric."""
+    source = inspect.getsource(arrange.t.train)
+    exec(source.replace("step >= cfg.max_steps:", f"step >= {step}:"), vars(arrange.t))
+
+
+def test_a_loop_that_is_left_early_is_a_run(place, reference):
+    """Its result would be of another step, or not saved, or look like the end of the training; or
+    older weights are exported, where the last save takes long."""
+    run = succeed(Forked(place / "left", arrange={leave_at: 7, "slow_saves": 0.3}))
+    assert (7, "val") in read_log(run.log_dir) and "\n    7/30 val " in run.out
+    saved = run.out.index(f"saved {run.log_dir}/checkpoint_00007.pt")
+    assert saved < run.out.index("Not exported") < run.out.index("eft after 7 of 30 steps; the sa")
+    succeed(Forked(run.log_dir))
+    assert_same_run(run.log_dir, reference)
+
+
 def test_a_finished_run_evaluates_and_exports_again(place, reference, is_gpt2):
     """The command of a finished run does nothing, or changes what is there."""
     folder = shutil.copytree(reference, place / "finished")
     before = snapshot(folder)
     run = succeed(Forked(folder, sample_every=10, sample_tokens=5, hide=["matplotlib"]))
-    for said in ("is finished", f"{STEPS}/{STEPS} val loss", f"at step {STEPS}", "exported to"):
+    for said in ("is finished", f"{STEPS}/{STEPS} val ", f"at step {STEPS}",
+                 f"exported {folder / LAST} to"):
         assert said in run.out, said
     assert snapshot(folder) | {"run.json": before["run.json"]} == before
 
@@ -366,7 +429,7 @@ def test_another_runs_log_and_export_are_renamed(tmp_path):
     (tmp_path / "hf").mkdir()
     for old in (tmp_path / "hf" / "model.safetensors", tmp_path / "log.txt"):
         old.write_text("0 train 10.0\n")
-    t.begin_run(t.Config(log_dir=str(tmp_path)), 0, lock=None, continues=False)
+    t.RunFolder(t.Config(log_dir=str(tmp_path)), "data").begin(0, continues=False)
     kept = *tmp_path.glob("log.txt_before_*"), *tmp_path.glob("hf_before_*/model.safetensors")
     assert [path.read_text() for path in kept] == ["0 train 10.0\n"] * 2
     assert (tmp_path / "log.txt").read_text() == "" and not (tmp_path / "hf").exists()
@@ -376,8 +439,9 @@ def test_the_second_of_two_runs_refuses(place, reference):
     """Two runs write the same files."""
     first = Forked(place / "two", arrange={"signal_at": (signal.SIGSTOP, 2)})
     first.wait_for_stop()
+    (place / "two" / "run.json.part").touch()  # the first one may be amid a save
     second = Forked(place / "two")
-    assert second.wait() == 1
+    assert second.wait() == 1 and (place / "two" / "run.json.part").exists()
     one_line(second.err, "Another run", place / "two")
     first.go_on()
     succeed(first)

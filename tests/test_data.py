@@ -1,4 +1,5 @@
 """The data of a step is a pure function of (seed, row number); shards stay on the disk."""
+import contextlib
 import pickle
 from unittest import mock
 
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from test_checkpoint import Bomb
+from test_model import ids, small, stub_run
 
 import train_gpt2 as t
 
@@ -69,12 +71,16 @@ def test_rows_depend_on_seed_and_number_alone(tmp_path, B):
 @pytest.mark.parametrize("B, processes", [(12, 1), (2, 1), (3, 2)])
 def test_each_row_of_a_step_is_dealt_out_once(monkeypatch, B, processes):
     monkeypatch.setattr(t, "world_size", lambda: processes)
-    rows = []
+    monkeypatch.setattr(t, "sum_over_ranks", lambda share: share * processes)
+    rows, cfg = [], t.Config(total_batch_size=12 * 32, T=32, B=B)
     for rank in range(processes):
         monkeypatch.setattr(t, "rank", lambda rank=rank: rank)
-        for micro_step in range(12 // (B * processes)):
-            first = t.first_row(t.Config(total_batch_size=12 * T, T=T, B=B), 7, micro_step)
-            rows += range(first, first + B)
+        run = stub_run(small(), cfg, ids(B, 33))
+        run.ddp_model.no_sync = contextlib.nullcontext
+        batch, run.state.step = run.train_loader.batch, 7
+        t.train_step(run)
+        for call in batch.call_args_list:
+            rows += range(call.args[0], call.args[0] + B)
     assert sorted(rows) == list(range(7 * 12, 8 * 12))
 
 
@@ -89,12 +95,12 @@ def test_validation_is_the_same_for_any_b_and_processes(monkeypatch, B, processe
     run = mock.MagicMock(cfg=t.Config(B=B, T=T, val_tokens=tokens), device=torch.device("cpu"))
     loader = t.DataLoaderLite([np.arange(1000, dtype=np.uint16)], T)
     monkeypatch.setattr(t, "world_size", lambda: processes)
-    monkeypatch.setattr(t, "sum_over_ranks", lambda total: total)
-    parts = []
+    parts = []  # of each rank: (sum of losses, targets)
+    monkeypatch.setattr(t, "sum_over_ranks", lambda part: parts.append(part) or sum(parts))
     for rank in range(processes):
         monkeypatch.setattr(t, "rank", lambda rank=rank: rank)
-        parts.append(t.validation_loss(run, loader, model))
-    assert sum(parts) == pytest.approx(np.arange(1, rows * T + 1).mean(), rel=1e-6)
+        loss = t.validation_loss(run, loader, model)
+    assert loss == pytest.approx(np.arange(1, rows * T + 1).mean(), rel=1e-6)
 
 
 def test_what_is_no_shard_is_named(tmp_path):

@@ -1,5 +1,8 @@
 """Devices and dtypes: what a GPU does, played on a CPU; and real GPUs where there are."""
+import ctypes
 import math
+import os
+import re
 import signal
 from unittest import mock
 
@@ -15,41 +18,81 @@ DEVICES = ("cpu", pytest.param("cuda", marks=ONE_GPU))
 
 
 def test_dtype_is_what_the_hardware_is_fast_in(monkeypatch):
-    """V100 is 7.0 and T4 7.5; both emulate bfloat16 slowly, and torch says that it is there."""
-    for capability, dtype in (((7, 5), torch.float16), ((8, 0), torch.bfloat16)):
+    """V100 is 7.0 and T4 7.5; both emulate bfloat16 slowly, and torch says that it is there. For
+    older ones Triton has no code."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    monkeypatch.setattr(t.importlib.util, "find_spec", found := mock.Mock(return_value="triton"))
+    for capability, dtype, compiled in (
+            ((6, 1), torch.float16, False), ((7, 5), torch.float16, True),
+            ((8, 0), torch.bfloat16, True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", mock.Mock(return_value=capability))
-        assert t.pick_dtype("auto", torch.device("cuda")) == dtype
+        assert t.pick_dtype("auto", gpu) == dtype and t.pick_compile("auto", gpu) == compiled
+    found.return_value = None  # as on Windows
+    assert not t.pick_compile("auto", gpu) and t.pick_compile("True", gpu)
     for capabilities, dtype in (({}, torch.float32), ({"amx_bf16": True}, torch.bfloat16)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)  # noqa: B023
-        assert t.pick_dtype("auto", torch.device("cpu")) == dtype
-    assert t.pick_dtype("float16", torch.device("cpu")) == torch.float16
+        assert t.pick_dtype("auto", cpu) == dtype
+    assert t.pick_dtype("float16", cpu) == torch.float16
 
 
 def test_auto_is_the_fastest_device_that_processes_can_share(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(ctypes, "CDLL", library := mock.Mock())
     assert t.pick_device("auto") == torch.device("mps")
     monkeypatch.setattr(t, "world_size", lambda: 2)
-    assert t.pick_device("auto") == torch.device("cpu")
+    assert t.pick_device("auto") == torch.device("cpu")  # where freed memory is kept
+    assert [call.args for call in library().mallopt.mock_calls] == [(-4, 0), (-1, -1)]
+    library.side_effect = OSError("libc.so.6: no such file")  # on macOS, say
+    assert t.pick_device("cpu") == torch.device("cpu")
 
 
-@pytest.mark.parametrize("name, tflops", [
-    ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
-    ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA GeForce RTX 4090", 165),
-    ("Tesla V100-SXM2-16GB", 125), ("Tesla T4", 65), ("NVIDIA T400", 0), ("NVIDIA H100 NVL", 835)])
-def test_peak_of_each_gpu(monkeypatch, name, tflops):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert t.peak_flops(torch.device("cuda")) == tflops * 1e12
+def play_gpus(monkeypatch, number, capability=(9, 0), known="sm_90"):
+    """So many, each with that capability, by a torch that has code for those."""
+    facts = dict(is_available=True, device_count=number, get_device_capability=capability,
+                 get_arch_list=known.split(), get_device_name="Old", set_device=None)
+    for name, value in facts.items():
+        monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", mock.Mock())
 
 
 def test_each_process_takes_its_gpu_and_tf32(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", mock.Mock())
-    monkeypatch.setattr(torch.cuda, "set_device", mock.Mock())
+    play_gpus(monkeypatch, 4)
     assert t.pick_device("auto") == torch.device("cuda", 3)
     torch.cuda.set_device.assert_called_with(torch.device("cuda", 3))
     torch.set_float32_matmul_precision.assert_called_with("high")
+    play_gpus(monkeypatch, 2)  # fewer than processes: NCCL would only say that it is invalid usage
+    with pytest.raises(t.UserError, match=r"no cuda:3: torch sees 2 GPU.*--nproc_per_node"):
+        t.pick_device("auto")
+
+
+def test_a_gpu_that_torch_has_no_code_for_is_a_line(monkeypatch):
+    """Each product would fail with "no kernel image", amid a traceback."""
+    for capability, known in (((8, 6), "sm_80 sm_90"), ((9, 0), "sm_80 sm_90a"),
+                              ((12, 0), "compute_90"), ((12, 0), "sm_100 sm_120")):
+        play_gpus(monkeypatch, 1, capability, known)
+        assert t.pick_device("cuda") == torch.device("cuda", 0)
+    for capability, known in (((7, 0), "sm_75 compute_90"), ((8, 0), "sm_86"), ((12, 0), "sm_90")):
+        play_gpus(monkeypatch, 1, capability, known)
+        said = f"Old has compute capability {capability[0]}.0, .* code for {known}: install another"
+        with pytest.raises(t.UserError, match=said):
+            t.pick_device("cuda")
+
+
+def test_a_gpu_that_torch_does_not_see_is_told(tmp_path, monkeypatch, capsys):
+    """With an old driver a night's run would be on the CPU, without a reason."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    said = f"torch {re.escape(torch.__version__)}, built for .*, sees no GPU: install a newer dr"
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert t.pick_device("auto") == torch.device("cpu")
+    assert re.match(f"!!! Training on the CPU: {said}", capsys.readouterr().out)
+    with pytest.raises(t.UserError, match=f"device=cuda:0: {said}"):
+        t.pick_device("cuda")
+    with pytest.raises(t.UserError, match="device=xla is unknown: cuda, cuda:1, mps or cpu"):
+        t.pick_device("xla")
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
@@ -80,17 +123,23 @@ def test_a_float16_step_that_overflowed_changes_no_weight(bad, optimizer):
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_each_dtype_needs(tmp_path, monkeypatch, dtype):
-    """Muon's products overflow in float16; only its losses are scaled."""
+    """Muon's products overflow in float16; only its losses are scaled. On a CPU flash attention is
+    slow in bfloat16 on short rows; on a GPU, cuDNN's drops out less than it is told to."""
     monkeypatch.setattr(t, "catch_signals", mock.Mock())
     monkeypatch.setattr(t.GPT, "compile", compiled := mock.Mock())
     monkeypatch.setattr(torch.backends.cuda, "enable_flash_sdp", flash := mock.Mock())
-    constants = TINY | dict(optimizer="muon", dtype=dtype, compile=str(dtype != "float32"))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", cudnn := mock.Mock())
+    constants = TINY | dict(optimizer="muon", dtype=dtype, compile=str(dtype != "float32"),
+                            dropout=0.1 * (dtype == "float16"))
     cfg = t.Config(data=str(write_text(tmp_path)), log_dir=str(tmp_path / "log"), **constants)
     run = t.set_up(cfg, torch.device("cpu"))
     assert run.state.optimizers[1].dtype == getattr(torch, {"float16": "float32"}.get(dtype, dtype))
     assert run.state.scaler.is_enabled() == (dtype == "float16")
     assert compiled.called == (dtype != "float32")
-    assert flash.mock_calls == [mock.call(False)] * (dtype == "bfloat16")  # T is 16
+    flash.assert_called_once_with(dtype != "bfloat16")  # T is 16
+    cudnn.assert_called_once_with(dtype != "float16")
+    t.pick_attention(t.Config(), torch.device("cpu"), torch.bfloat16)
+    flash.assert_called_with(True)
     with run.autocast():
         assert str(run.state.raw_model.lm_head(torch.ones(16)).dtype) == f"torch.{dtype}"
 

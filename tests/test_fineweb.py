@@ -3,6 +3,7 @@ import dataclasses
 import gzip
 import io
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -57,7 +58,7 @@ def naive(texts, encoding):
     for text in texts:
         if text and text.strip():
             tokens += [encoding.eot_token, *encoding.encode_ordinary(text)]
-    return np.array(tokens, dtype=np.uint16)
+    return np.array(tokens)
 
 
 def shards_of(folder):
@@ -95,7 +96,8 @@ def make(monkeypatch, capsys):
 
     def make(source, local_dir, **changes):
         monkeypatch.setattr(sys, "argv", ["fineweb.py", *flags(source, local_dir, **changes)])
-        fineweb.make_shards(fineweb.parse_args())
+        given = fineweb.parse_flags(fineweb.Config, "")
+        fineweb.make_shards(fineweb.make_config(fineweb.Config, given))
         return capsys.readouterr()
     return make
 
@@ -133,8 +135,9 @@ def test_shards_are_what_a_naive_tokenizer_makes(whole):
     assert all(shard.dtype == np.uint16 and shard.ndim == 1 for shard in shards)
     assert len(shards) > 5 and {len(shard) for shard in shards[:-1]} == {SHARD}
     np.testing.assert_array_equal(np.concatenate(shards), naive(TEXTS, BYTES))
-    entries = json.loads((whole / "manifest.json").read_text())["shards"]
-    assert [entry["documents"] for entry in entries] == [sum(shard == 256) for shard in shards]
+    manifest = json.loads((whole / "manifest.json").read_text())
+    documents = [entry["documents"] for entry in manifest["shards"]]
+    assert documents == [sum(shard == 256) for shard in shards] and "dtype" not in manifest
     names = {f"edufineweb_train_{i:06d}.npy" for i in range(1, len(shards))}
     names |= {"edufineweb_val_000000.npy", ".lock", "manifest.json"}
     assert {path.name for path in whole.iterdir()} == names
@@ -158,6 +161,40 @@ def test_gpt2_tokens_of_a_slice_of_the_standin(gpt2_encoding, tmp_path, make):
     np.testing.assert_array_equal(tokens_of(tmp_path / "out"), naive(texts, gpt2_encoding))
 
 
+def test_more_than_65536_ids_are_uint32(tmp_path, make, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
+    write_parquet(tmp_path / "in/a.parquet", TEXTS)
+    for max_shards in (2, 0):
+        make(tmp_path / "in", tmp_path / "out", encoding="cl100k_base", max_shards=max_shards)
+    shards = [np.load(path, allow_pickle=False) for path in shards_of(tmp_path / "out")]
+    assert {shard.dtype for shard in shards} == {np.dtype(np.uint32)} and shards[0][0] == 100257
+    expected = naive(TEXTS, fineweb.get_encoding("cl100k_base"))  # whose last id is 100276
+    np.testing.assert_array_equal(np.concatenate(shards), expected)
+    assert json.loads((tmp_path / "out/manifest.json").read_text())["dtype"] == "uint32"
+
+
+def test_encodings(monkeypatch):
+    assert fineweb.get_encoding("bytes") is BYTES  # or HellaSwag builds it 60,000 times
+    parts = fineweb.encoding_parts("bytes") | {"special_tokens": {"<|end|>": 256}}
+    monkeypatch.setattr(fineweb, "encoding_parts", lambda name: parts)
+    with refused(r"encoding=mine lacks the special token <\|endoftext\|>"):
+        fineweb.get_encoding("mine")
+
+
+def test_a_row_group_is_not_read_at_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(fineweb, "BATCH_BYTES", 5000)
+    path, sizes = tmp_path / "a.parquet", []
+    write_parquet(path, make_texts(4000, seed=1), rows=4000)
+
+    class File(io.FileIO):
+        def read(self, size=-1):
+            sizes.append(size)
+            return super().read(size)
+    with File(path) as file:
+        assert sum(map(len, fineweb.read_parquet(file, 0))) == 4000
+    assert max(sizes) < path.stat().st_size / 3
+
+
 @pytest.mark.parametrize("rows, size", [(20, 500), (10_000, 5000)])
 def test_reading_starts_anywhere_and_cuts_big_row_groups(tmp_path, monkeypatch, rows, size):
     monkeypatch.setattr(fineweb, "BATCH_BYTES", size)
@@ -176,7 +213,7 @@ def test_reading_starts_anywhere_and_cuts_big_row_groups(tmp_path, monkeypatch, 
 def test_few_batches_are_in_memory_but_enough_for_every_worker(make):
     taken = []
     batches = (taken.append(row) or (0, row, ["a"]) for row in range(50))
-    for used, (_, row, _) in enumerate(fineweb.tokenize_all(batches, 2, BYTES)):
+    for used, (_, row, _) in enumerate(fineweb.tokenize_all(batches, 2, "bytes")):
         assert row == used and min(50, used + 4) <= len(taken) <= used + 6
 
 
@@ -207,7 +244,9 @@ def test_killed_at_random_moments(corpus, tmp_path, make):
         with start(*flags(corpus, out, shard_size=5000)) as process:
             until(lambda: len(shards_of(out)) >= wanted or process.poll() is not None, 60)
             process.kill()
+    (out / "edufineweb_train_000999.npy.part").write_bytes(b"half")
     make(corpus, out, shard_size=5000)
+    assert not list(out.glob("*.part"))
     assert digests(out) == digests(tmp_path / "once")
 
 
@@ -298,8 +337,8 @@ def test_no_network_and_what_the_hub_lacks(fineweb_hub, tmp_path):
 
 @pytest.mark.parametrize("change, says", [
     ({"shard_siz": 5}, "unrecognized arguments: --shard_siz"), ({"shard_size": 99}, "=99: .*1025"),
-    ({"nprocs": "1.5"}, "nprocs=1.5 .*a whole number"),
-    ({"encoding": "gpt3"}, "encoding=gpt3 is not possible")])
+    ({"nprocs": "-1"}, "nprocs=-1: it must be a whole number >= 0"),
+    ({"encoding": "gpt3"}, "encoding=gpt3 is none of bytes, gpt2, .*cl100k_base")])
 def test_bad_flags(corpus, tmp_path, make, change, says):
     with refused(says):
         make(corpus, tmp_path, **change)
@@ -323,11 +362,25 @@ def test_damaged_documents_are_named(tmp_path, make, name, data, says):
         make(tmp_path, tmp_path / "out")
 
 
-def test_a_corpus_that_fits_into_the_validation_shard(corpus, whole, tmp_path, make):
+def test_no_file_stays_open(corpus, tmp_path):
+    done = run(corpus, tmp_path / "out", env={"PYTHONDEVMODE": "1"})
+    assert done.returncode == 0 and "ResourceWarning" not in done.stderr, done.stderr
+    write_lines(tmp_path / "in/a.jsonl", TEXTS[:50])
+    (tmp_path / "in/b.jsonl").write_bytes(b'{"text": "a')
+    done = run(tmp_path / "in", tmp_path / "out2", env={"PYTHONDEVMODE": "1"})
+    assert done.returncode == 1 and "ResourceWarning" not in done.stderr, done.stderr
+
+
+def test_a_corpus_that_fits_into_the_validation_shard(corpus, whole, tmp_path, make,
+                                                       monkeypatch):
     n = len(tokens_of(whole))
     for _ in range(2):
         with refused(f"{n:,} tokens .* nothing to train on.* --shard_size={n // 10 + 1} "):
             make(corpus, tmp_path, shard_size=n)
+    with monkeypatch.context() as m, pytest.raises(KeyboardInterrupt):
+        m.setattr(fineweb, "add_shards", Mock(side_effect=KeyboardInterrupt))
+        make(corpus, tmp_path, shard_size=n // 10 + 1)
+    assert not (tmp_path / "manifest.json").exists()  # it would vouch for the next shard 0
     make(corpus, tmp_path, shard_size=n // 10 + 1)
     assert len(shards_of(tmp_path)) == 10
     with refused("has 0 tokens .'text' in its .parquet, .jsonl.* Take more text or"):
@@ -398,21 +451,27 @@ class Edited:
     steps: int = 1e3  # was 12
     fast: bool = "True"  # 100 % of it
     name: str = False
+    rate: float = "1e-3"
 
 
 def test_constants_and_flags(monkeypatch, capsys):
-    assert fineweb.make_config(Edited, {}) == Edited(1000, True, "False")
+    assert fineweb.make_config(Edited, {}) == Edited(1000, True, "False", 0.001)
     monkeypatch.setattr(sys, "argv", ["x.py", "--steps=2e1", "--fast=false"])
     given = fineweb.parse_flags(Edited, "doc")
-    assert fineweb.make_config(Edited, given) == Edited(20, False, "False")
-    for name, value in (("steps", "1.5"), ("steps", "one"), ("steps", None), ("fast", "yes")):
-        with refused(f"{name}={value} is not (a whole number|True or False)"):
-            fineweb.make_config(Edited, {name: value})
+    assert fineweb.make_config(Edited, given) == Edited(20, False, "False", 0.001)
+    numbers = ("nan", "inf", "1e400", "-1", "one", None, -0.5, math.nan)
+    for name, what, values in (("steps", "a whole number >= 0", ("1.5", *numbers)),
+                               ("rate", "a finite number >= 0", numbers),
+                               ("fast", "True or False", ("yes",))):
+        for value in values:
+            with refused(f"^{name}={value}: it must be {what}\\.$"):
+                fineweb.make_config(Edited, {name: value})
     monkeypatch.setattr(sys, "argv", ["x.py", "--help"])
     with pytest.raises(SystemExit):
-        fineweb.parse_flags(Edited, "doc", small={"steps": 7})
+        fineweb.parse_flags(Edited, "doc", {"SMALL": {"steps": 7}, "FINETUNE": {"steps": 9}})
     out = capsys.readouterr().out
-    assert "was 12 [1000.0, in SMALL 7]" in out and "100 % of it ['True']" in out
+    assert "was 12 [1000.0, in SMALL 7, in FINETUNE 9]" in " ".join(out.split())
+    assert "100 % of it ['True']" in out
     with refused("step is mistyped"):  # in SMALL, say
         fineweb.make_config(Edited, {"step": 1})
     monkeypatch.setattr(Edited, "depth", 5, raising=False)

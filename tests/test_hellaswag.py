@@ -166,10 +166,9 @@ def one_of_two(rank, store, expected):
 
 
 def test_two_processes_are_one(tmp_path):
-    method = "fork" if sys.platform == "linux" else "spawn"
     expected = hellaswag.evaluate(gpt(), prepare(made_up(50), gpt()))
     torch.multiprocessing.start_processes(one_of_two, (str(tmp_path / "store"), expected),
-                                          nprocs=2, start_method=method)
+                                          nprocs=2, start_method="forkserver")
 
 
 def example(**changes):
@@ -195,6 +194,8 @@ def test_questions_come_in_file_order_with_labels_as_numbers(data):
     data(example(), example(label="2", ctx="line\u2028separator"), example(label=0))
     got = list(hellaswag.iterate_examples("val"))
     assert [e["label"] for e in got] == [3, 2, 0] and got[0] == example()
+    with pytest.raises(ValueError, match="split=train"):
+        hellaswag.iterate_examples("train")
 
 
 @pytest.mark.parametrize("last", [

@@ -5,6 +5,8 @@ import json
 import math
 import re
 import signal
+from collections import deque
+from concurrent.futures import Future
 from unittest import mock
 from unittest.mock import MagicMock
 
@@ -22,9 +24,10 @@ TRAINING = "".join(f"{step} train {1 + 9 * 0.9**step + step % 2}\n" for step in 
 LOG = TRAINING + "0 val 10.9\n250 val 7.1\n0 hella 0.25\n250 hella 0.26\n"
 
 
-def draw(folder, log, data="edu_fineweb10B"):
+def draw(folder, log, data="."):
+    (folder / "edufineweb_val_000000.npy").touch()
     (folder / "log.txt").write_text(log)
-    constants = {"total_batch_size": 2048, "data": data}
+    constants = {"total_batch_size": 2048, "data": str(folder / data)}
     (folder / "run.json").write_text(json.dumps({"constants": constants}))
     t.draw_curves(str(folder))
     return folder / "curves.png"
@@ -71,70 +74,111 @@ def test_a_run_describes_itself(tmp_path):
     assert {"torch", "python", "code", "time"} <= set(second)
 
 
-def step_of_four(monkeypatch, stops=0, float16=False):
-    """Run of four processes after its step 399, which began at second 10 and ends at 12."""
-    monkeypatch.setattr(t, "world_size", lambda: 4)
-    monkeypatch.setattr(t, "sum_over_ranks", lambda x: 4 * x + torch.tensor([0, 0, stops]))
-    monkeypatch.setattr(t.time, "perf_counter", lambda: 12.0)
-    monkeypatch.setattr(t, "peak_flops", lambda device: 1e9)
-    monkeypatch.setattr(t, "flops_per_token", lambda model, T: 1e6)
-    run = MagicMock(cfg=t.Config(max_steps=1000, total_batch_size=2000, max_lr=7.15e-4))
+def step_399(monkeypatch, *others, float16=False):
+    """Run after its step 399; others: loss, norm and signal of processes beside this one."""
+    monkeypatch.setattr(t, "world_size", lambda: 1 + len(others))
+    monkeypatch.setattr(t.dist, "all_gather", lambda everyones, mine: everyones.__setitem__(
+        slice(None), [mine, *map(torch.tensor, others)]))
+    run = MagicMock(cfg=t.Config(max_steps=1000, total_batch_size=2000, T=10, max_lr=7.15e-4),
+                    said=[], step_seconds=deque([1.0, 1.0, 90.0, 1.0, 2.0]))
     run.state.step = 400
-    run.signal.is_set.return_value = False
+    run.signal_came.is_set.return_value = False
     run.state.scaler.is_enabled.return_value = float16
     return run
 
 
 def test_the_numbers_of_a_step(monkeypatch, capsys):
-    """Tokens of all processes a second; a device's share of its own peak; time for 600 steps."""
-    run = step_of_four(monkeypatch)
-    t.report_step(run, torch.tensor(2.5), torch.tensor(0.75), start=10.0)
+    """Time for 600 steps by the median, in which one that took long does not count. A stream of
+    your own is shown by its name."""
+    run = step_399(monkeypatch)
+    t.report(run, 399, "gate", 0.5)
+    t.report_step(run, 2.5, 0.75)
     assert capsys.readouterr().out == (
-        "  399/1000 loss 2.5000 lr 4.00e-04 norm 0.75 2000 ms 1,000 tok/s mfu 25% 0:20:00 left\n")
-    run.log.write.assert_called_once_with(b"399 train 2.500000\n")
-    assert run.stopping is False
-    run = step_of_four(monkeypatch, stops=1)  # a signal came to another process
-    t.report_step(run, torch.tensor(2.5), torch.tensor(0.75), start=10.0)
-    assert run.stopping is True
+        "  399/1000 gate 0.5000 train 2.5000 lr 4.00e-04 norm 0.75 2000 ms 1,000 tok/s 0:10:00 "
+        "left\n")
+    written = [call.args[0] for call in run.folder.log.write.call_args_list]
+    assert written == [b"399 gate 0.500000\n", b"399 train 2.500000\n"]
+    run.cfg.print_every, run.folder.log.write.side_effect = 2, OSError("No space left")
+    t.report_step(run, 2.5, 0.75)
+    t.print_line(run, 400)
+    assert capsys.readouterr().out == "" and not run.said
+
+
+def test_processes_agree_on_a_step(monkeypatch):
+    """The loss is of all their rows; a signal to one stops all, or they would wait for it. Where
+    their gradients differ, they train models that nobody has."""
+    mine = torch.tensor(2.5), torch.tensor(0.75)
+    assert t.over_all_processes(step_399(monkeypatch), *mine) == (2.5, 0.75, False)
+    run = step_399(monkeypatch, (3.5, 0.7500001, 1.0), (6.0, 0.75, 0.0))
+    assert t.over_all_processes(run, *mine) == (4.0, 0.75, True)
+    with pytest.raises(t.UserError, match="step 399 .*0.75 .*0.7501.* different models"):
+        t.over_all_processes(step_399(monkeypatch, (2.5, 0.7501, 0.0)), *mine)
 
 
 @pytest.mark.parametrize("loss, norm, float16, ends", [
     (1.0, math.inf, True, False), (1.0, math.nan, True, False), (math.nan, 1.0, True, True),
-    (1.0, math.inf, False, True), (math.inf, 1.0, False, True)])
+    (1.0, math.inf, False, True), (math.inf, 1.0, False, True), (2e4, 1.0, False, True),
+    (-2e4, 1.0, False, True), (9e3, 1e9, False, False)])
 def test_what_ends_a_run(monkeypatch, loss, norm, float16, ends):
-    """In float16 the scaler skips steps that overflowed; a loss that is not finite stays so."""
-    run = step_of_four(monkeypatch, float16=float16)
-    with pytest.raises(t.UserError, match="Step 399") if ends else contextlib.nullcontext():
-        t.report_step(run, torch.tensor(loss), torch.tensor(norm), start=10.0)
-    assert run.log.write.called != ends
+    """In float16 the scaler skips steps that overflowed; a loss that is not finite stays so, and
+    one of 20,000 learns nothing any more. What may have caused it is named."""
+    run = step_399(monkeypatch, float16=float16)
+    suspects = ["--max_lr", "vocabulary", "zeros", "float16", "edit", "CUDNN", "--init_from=log/"]
+    said = f"Step 399 has loss {loss:g} and .* norm {norm:g}.*" + ".*".join(suspects)
+    with pytest.raises(t.UserError, match=said) if ends else contextlib.nullcontext():
+        t.check_step(run, loss, norm)
 
 
-def test_the_first_lines_count_epochs(capsys):
-    run = MagicMock(cfg=t.Config(max_steps=10, total_batch_size=4096, T=1024))
-    run.train_loader.rows_per_epoch, run.state.raw_model, run.state.step = 16, small(), 10
+def test_the_first_lines_count_epochs_and_what_is_trained(capsys):
+    """An edit that freezes a part, or lets it decay, shows."""
+    model, cfg = small(), t.Config(max_steps=10, total_batch_size=4096, T=1024)
+    run = MagicMock(cfg=cfg, said=[])
+    run.train_loader.rows_per_epoch, run.state.step = 16, 10
+    run.state.raw_model, run.state.optimizers = model, t.configure_optimizers(model, cfg)
     t.describe(run, torch.float32, compiled=False)
     out = capsys.readouterr().out
+    matrices = [p for p in model.parameters() if p.dim() > 1]
     assert "10 steps of 4,096 tokens, 2.50 epochs" in out and "This run is finished" in out
-    assert f"a step is {t.flops_per_token(small(), 1024) * 4096 / 1e12:,.2g} TFLOP" in out
+    assert re.search(r"(\S+) in 10 tensors by AdamW with decay 0.1; 896 in 18 tensors by AdamW "
+                     "with decay 0.0\n", out)[1] == f"{sum(p.numel() for p in matrices):,}"
 
 
-def test_files_are_never_half_written(tmp_path, monkeypatch, capsys):
-    """A kill amid run.json would end every later start. A picture that fails is told once."""
-    for name in ("run.json", "curves.png"):
-        (tmp_path / name).write_text('{"starts": []}')
+def test_only_the_newest_drawing_waits(tmp_path, monkeypatch):
+    """A save that takes long would be followed by a picture for each evaluation meanwhile."""
+    folder, hold = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data"), Future()
+    monkeypatch.setattr(t, "draw_curves", draw_curves := mock.Mock())
+    folder.thread.submit(hold.result)  # a save
+    for _ in range(5):
+        folder.draw()
+    hold.set_result(None)
+    folder.close()
+    draw_curves.assert_called_once_with(tmp_path)
+
+
+def test_what_stays_in_a_log(tmp_path, monkeypatch):
+    """Steps that come again go, and half a line; comments stay."""
+    path, kept = tmp_path / "log.txt", b"# tried on Monday\n\n0 val 9.5\n# the cat\n11 train 1.0\n"
+    for rest in (b"12 train 1.0\n# no\n", b"13 val nan\n", b"12 my gate -1.0\n", b"11 tra", b"1",
+                 b"# half", b""):
+        path.write_bytes(kept + rest)
+        with t.open_log(path, 12) as log:
+            log.write(b"12 train 2.0\n")
+            assert path.read_bytes() == kept + b"12 train 2.0\n", rest  # at once
+    monkeypatch.setattr("builtins.print", mock.Mock(side_effect=OSError("No space left")))
+    t.print0("to a file on the same disk")
+
+
+def test_files_are_never_half_written(tmp_path, monkeypatch):
+    """A kill amid run.json would end every later start."""
     monkeypatch.setattr("os.replace", mock.Mock(side_effect=KeyboardInterrupt))  # the last moment
-    monkeypatch.setattr(t, "plot", mock.Mock())
+    (tmp_path / "run.json").write_text('{"starts": []}')
     with pytest.raises(KeyboardInterrupt):
-        t.begin_run(t.Config(log_dir=str(tmp_path)), 0, lock=None, continues=True)
+        t.RunFolder(t.Config(log_dir=str(tmp_path)), "data").begin(0, continues=True)
+    assert (tmp_path / "run.json").read_text() == '{"starts": []}'
+    pytest.importorskip("matplotlib")
     with pytest.raises(KeyboardInterrupt):
-        t.draw_curves(tmp_path)
-    for name in ("run.json", "curves.png"):
-        assert (tmp_path / name).read_text() == '{"starts": []}'
-    t.plot.side_effect = ValueError("no such font")
-    t.print0_once.cache_clear()
-    t.draw_curves(tmp_path)
-    t.draw_curves(tmp_path)
-    assert capsys.readouterr().out.count("no such font") == 1
+        draw(tmp_path, LOG)
+    assert not (tmp_path / "curves.png").exists()
 
 
 @pytest.mark.parametrize("script", [t, fineweb, hellaswag])
@@ -152,7 +196,10 @@ def test_help_fits_a_terminal_and_prints_nothing_else(script, monkeypatch, capsy
         for field in dataclasses.fields(t.Config):
             entry = re.search(rf"--{field.name} \S+ (.*?)(?= --\w+ [X\w|]+ |$)", text)[1]
             assert len(entry) < 120 and f"[{field.default!r}" in entry, entry
-            assert (f"in SMALL {t.SMALL.get(field.name)!r}]" in entry) == (field.name in t.SMALL)
+            for name in ("SMALL", "FINETUNE"):
+                preset = t.PRESETS[name]
+                said = f"in {name} {preset.get(field.name)!r}"
+                assert (said in entry) == (field.name in preset), entry
 
 
 def test_an_ascii_terminal_shows_everything(tmp_path):
