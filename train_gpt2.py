@@ -1250,7 +1250,7 @@ def check_loss(run):  # or "val" would be something else than the cross-entropy
     with run.autocast(), torch.compiler.set_stance("force_eager"):  # or this shape is compiled
         logits, loss = run.state.eval_model(x, y)
     more = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
-    if not abs(more) <= 1e-4 * max(1.0, loss.item()):
+    if abs(more) > 1e-4 * max(1.0, loss.item()):
         print0(f"!!! val is not the cross-entropy of the logits: on one row it is {more:+.6f} "
                "apart. A term that only training minimises belongs under `if self.training`.")
 
@@ -1365,7 +1365,7 @@ def export(run):
         if best:  # none of a new model with max_steps=0
             model, _ = load_weights(str(best), **model_constants(run.cfg))
         save_hugging_face(model, path / "hf", run.encoding)
-        print0(f"exported {best or 'the model'} to {path / 'hf'}/: transformers, hellaswag.py -m")
+        print0(f"exported {best or 'the model'} to {path / 'hf'}/, for transformers, hellaswag.py")
     except Exception as e:  # transformers may be missing, too
         print0(f"Not exported: {e if isinstance(e, UserError) else first_line(e)}.")
     lowest = min(losses, key=losses.get, default=step)

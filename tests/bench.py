@@ -66,8 +66,7 @@ def seconds_of(function, *arguments):
     function(*arguments)
     return time.perf_counter() - start
 
-def in_turns(rounds, *sides):
-    """Medians of what the sides return, a number or more each, called in turns."""
+def in_turns(rounds, *sides):  # medians of what they return, a number or more each
     found = [np.hstack([side() for side in sides]) for _ in range(rounds)]
     return np.median(found, axis=0).tolist()
 
@@ -77,8 +76,7 @@ def median_seconds(*functions, repeats, warmup=0):
     return in_turns(repeats, *(partial(seconds_of, function) for function in functions))
 
 @contextlib.contextmanager
-def started(command, **options):
-    """A process that does not outlive this context, nor do those that it starts."""
+def started(command, **options):  # a process that ends with this context, and its own too
     prctl = getattr(ctypes.CDLL(None), "prctl", None)  # Linux: nor a bench that kill -9 ends
     process = subprocess.Popen(command, text=True, start_new_session=True, **options,
                                preexec_fn=prctl and (lambda: prctl(1, signal.SIGKILL)))
@@ -101,8 +99,7 @@ def output_of(command, **options):
         raise RuntimeError(f"exit status {process.returncode}: {errors.strip()[-2000:]}")
     return output
 
-def measure(function, **arguments):
-    """function(**arguments) of this file in a fresh process and an empty folder."""
+def measure(function, **arguments):  # of this file, in a fresh process and an empty folder
     code = (f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench, json; "
             f"print(json.dumps(bench.{function}(**{arguments!r})))")
     with tempfile.TemporaryDirectory() as folder:
@@ -113,16 +110,14 @@ def measure(function, **arguments):
             raise (MemoryError if memory else RuntimeError)(str(e).splitlines()[-1]) from e
 
 # ---- the step
-def random_encoding(name):
-    """An encoding of GPT-2's size that needs no file: each byte is a token."""
+def random_encoding(name):  # of GPT-2's size, without a file: each byte is a token
     ranks = {bytes([i]): i for i in range(256)}
     ranks |= {bytes([255, *divmod(i, 256)]): i for i in range(256, 50256)}
     return t.tiktoken.Encoding(name=name, pat_str=r"[\s\S]", mergeable_ranks=ranks,
                                special_tokens={"<|endoftext|>": 50256})
 
 @contextlib.contextmanager
-def training_run(**constants):
-    """What set_up() builds; where no data is named on random tokens, without a vocabulary."""
+def training_run(**constants):  # on random tokens, without a vocabulary, if no data is named
     if "data" not in constants:
         t.get_encoding = random_encoding
         tokens = np.random.default_rng(0).integers(0, 50257, 2**21, dtype=np.uint16)
@@ -134,14 +129,12 @@ def training_run(**constants):
     with run.folder.thread:  # whose end waits for a save
         yield run
 
-def naive_attention(q, k, v, dropout_p=0.0, is_causal=True):
-    """Attention as in the paper, every (T, T) matrix in memory."""
+def naive_attention(q, k, v, dropout_p=0.0, is_causal=True):  # every (T, T) matrix in memory
     future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
     scores = q @ k.mT / q.size(-1) ** 0.5
     return torch.softmax(scores.masked_fill(future, -torch.inf), dim=-1) @ v
 
-def plain_losses(model, cfg, loader):
-    """The loss of one step after another of a plain loop around transformers' GPT-2, on a CPU."""
+def plain_losses(model, cfg, loader):  # of a plain loop around transformers' GPT-2, on a CPU
     groups = [dict(params=[p for p in model.parameters() if (p.dim() >= 2) == decays],
                    weight_decay=cfg.weight_decay * decays) for decays in (True, False)]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, foreach=True)
@@ -168,8 +161,7 @@ def figures_of(seconds, cfg, model):
     peak = next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in gpu), np.nan)
     return seconds * 1e3, tokens / seconds, memory, flops / seconds / peak
 
-def plain_side(repeats, warmup, **constants):
-    """A step as the well-known scripts have it on a CPU: eager, float32, AdamW, logits returned."""
+def plain_side(repeats, warmup, **constants):  # eager, float32, AdamW, logits returned
     import transformers
     t.keep_freed_memory = lambda: None  # memory, too, is as they have it
     with training_run(**constants | dict(dtype="float32")) as run:  # for its rows
@@ -285,8 +277,7 @@ SIZES = {
     "4 x 192, FineWeb": (250, 2e-3, 7e-3, dict(n_layer=4, n_head=6, n_embd=192, T=128, B=16)),
     "6 x 256, FineWeb": (120, 1.5e-3, 7e-3, dict(n_layer=6, n_head=8, n_embd=256, T=128, B=16))}
 
-def trained(**changes):
-    """On one thread: losses of the steps, validation's at the end, median seconds of a step."""
+def trained(**changes):  # losses, validation's at the end, seconds of a step, one thread
     torch.set_num_threads(1)
     with training_run(**QUICK | dict(dtype="float32") | changes) as run:
         torch.set_float32_matmul_precision("highest")  # no TF32
@@ -315,14 +306,29 @@ def muon():
                         f"{np.mean(shares):.0%} ({min(shares):.0%}-{max(shares):.0%})",
                         f"{np.median(times):.2f}")
 
+def saved_bytes(B, T):  # by a forward pass of the 124M in eager bfloat16, weights among them
+    kept, idx, model = {}, torch.zeros(B, T, dtype=torch.int64), t.GPT(t.GPTConfig())
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cpu", torch.bfloat16):
+        _, loss = model(idx, idx, return_logits=False)  # alive, or nothing would be kept
+    return sum(kept.values())
+
 def memory():
-    """The largest power of two for B in a GPU's memory, from what B = 2 and B = 4 take here."""
+    """The largest power of two for B in a GPU's memory: measured on one, else computed."""
     T, usable = 1024, 0.93  # the rest is CUDA's context and fragments
-    two, four = (measure("step_side", repeats=1, warmup=2, B=B, T=T, total_batch_size=B * T,
-                         dtype="bfloat16")[2] for B in (2, 4))
-    row, fixed = (four - two) / 2, 2 * two - four
-    yield (f"Measured on a {'GPU, compiled' if CUDA else 'CPU, eager: compiled needs less'}: "
-           f"{fixed / 2**30:.2f} GiB + {row / 2**30:.3f} GiB a row of {T} tokens\n")
+    if CUDA:
+        two, four = (measure("step_side", **TIMES, B=B, T=T, total_batch_size=B * T)[2]
+                     for B in (2, 4))
+        row, fixed, how = (four - two) / 2, 2 * two - four, "measured at B = 2 and 4, compiled"
+    else:  # beside what is saved, gradients of log-probabilities and of logits, in float32
+        row = saved_bytes(2, T) - saved_bytes(1, T) + T * 50304 * (4 + 4)
+        fixed = (16 + 2) * 124_475_904  # weights, gradients, AdamW's state, bfloat16 copies
+        how = "computed for eager bfloat16; compiled needs less"
+    yield f"{how}: {fixed / 2**30:.2f} GiB + {row / 2**30:.3f} GiB a row of {T} tokens\n"
     yield header("GPU memory, GB", "largest B")
     for size in (12, 16, 24, 40, 80):
         yield cells(size, 2 ** int(np.log2(max(1, (size * 1e9 * usable - fixed) / row))))
@@ -340,8 +346,7 @@ def large_model():  # a random 124M on the CPU, and the context that it runs in
     torch.set_grad_enabled(False)
     return t.GPT(t.GPTConfig()), torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
 
-def score_side():
-    """Seconds of a score of 101 questions, and of the plain way: each by itself, all logits."""
+def score_side():  # seconds of a score, and of the plain way: one by one, with all logits
     h.DATA, (model, autocast) = QUESTIONS.resolve(strict=True), large_model()
     examples = list(h.iterate_examples("val"))[::100]
     rendered, questions = [h.render_example(e) for e in examples], h.prepare(examples, model)
@@ -350,15 +355,13 @@ def score_side():
             lambda: h.evaluate(model, questions),
             lambda: [model(tokens)[0].log_softmax(-1) for _, tokens, _, _ in rendered], repeats=3)
 
-def token_side():
-    """Seconds of a sampled token of the 124M, and of a forward pass over its context."""
+def token_side():  # seconds of a sampled token of the 124M, and of a pass over its context
     (model, autocast), idx = large_model(), torch.randint(50257, (1, 200))
     with autocast:
         return median_seconds(lambda: model.generate(idx, 1, top_k=50), lambda: model(idx),
                               repeats=30, warmup=3)
 
-def tokenize_side():
-    """Seconds of fineweb.py from start to end, and of bare tiktoken on every core."""
+def tokenize_side():  # seconds of fineweb.py, start to end, and of bare tiktoken on all cores
     import pyarrow.parquet as pq
     files = sorted(TEXTS.resolve(strict=True).glob("*.parquet"))
     texts = [text for file in files for text in pq.read_table(file)["text"].to_pylist()] * 2
@@ -376,8 +379,7 @@ def tokenize_side():
     return median_seconds(lambda: output_of([*command, f"--local_dir={next(numbers)}"]), bare,
                           repeats=3)
 
-def save_side(**constants):
-    """Seconds that training waits for a save, of a plain write, of the whole save; its bytes."""
+def save_side(**constants):  # seconds that training waits, of a plain write, of all; bytes
     with training_run(**constants) as run:
         t.train_step(run)  # makes the optimizer's state
         block, found = os.urandom(2**20), []
@@ -480,8 +482,7 @@ def loss_rows():
         yield (f"losses, dtype={dtype} compile={compiled}: at most {worst:.1e} from the CPU's in "
                f"float32; the last is {ours[-1]:.4f}, the CPU's {expected[-1]:.4f}")
 
-def duties_side(**constants):
-    """Seconds of a step, a validation, a score, a sample, as one rank of 8 has them."""
+def duties_side(**constants):  # seconds of a step, and of duties as one rank of 8 has them
     tokens, n = (t.Config.val_tokens // 8, h.TOTAL // 8) if CUDA else (1024, 8)
     h.iterate_examples = lambda split: [  # as long as HellaSwag's: 45 and 29 tokens
         {"ctx": "a" * (10 + i % 71), "endings": ["b" * (5 + i % 49)] * 4, "label": 0}

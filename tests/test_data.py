@@ -182,3 +182,15 @@ def test_a_text_keeps_every_byte_and_its_last_tenth_for_validation(tmp_path, gpt
     tokens = gpt2_encoding.encode_ordinary(text.decode())
     assert [*train.shards[0], *val.shards[0]] == tokens
     assert (t.padded(257), t.padded(50257), t.padded(256)) == (384, 50304, 256)
+
+
+def test_shards_are_of_the_encoding_that_their_manifest_names(tmp_path):
+    """Else a vocabulary as large makes a model of nonsense. uint32, for more than 65,536 ids."""
+    for part in ("train", "val"):
+        np.save(tmp_path / f"x_{part}_000000.npy", np.arange(70_000, 71_000, dtype=np.uint32))
+    (tmp_path / "manifest.json").write_text('{"settings": {"encoding": "cl100k_base"}}')
+    cfg, encoding = t.Config(data=str(tmp_path), T=T), mock.Mock(n_vocab=100_277)
+    with pytest.raises(t.UserError, match="with encoding=gpt2: --encoding=cl100k_base"):
+        t.open_data(cfg, encoding)
+    cfg.encoding = "cl100k_base"
+    assert t.open_data(cfg, encoding)[0].read(0, 1).min() >= 70_000

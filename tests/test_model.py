@@ -226,8 +226,7 @@ def test_every_parameter_has_its_place_in_the_optimizers(optimizer):
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 0.02), (torch.bfloat16, 0.08)])
 def test_our_muon_is_torchs(dtype, tolerance):
-    """Ours takes all matrices of a shape, cast before they are stacked, to save memory. What has
-    no gradient stays, as a part of a model that a step does not use."""
+    """Ours casts matrices before it stacks them, to save memory; what has no gradient stays."""
     shapes = [(48, 24), (24, 48), (24, 24), (48, 24), (24, 96), (72, 24)]
     ours, copies = ([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in "ab")
     unused = torch.nn.Parameter(torch.ones(24, 24))

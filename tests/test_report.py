@@ -84,6 +84,7 @@ def step_399(monkeypatch, *others, float16=False):
     run.state.step = 400
     run.signal_came.is_set.return_value = False
     run.state.scaler.is_enabled.return_value = float16
+    run.state.scaler.get_scale.return_value = float16 == "fine"  # 0 where all were skipped
     return run
 
 
@@ -116,12 +117,13 @@ def test_processes_agree_on_a_step(monkeypatch):
 
 
 @pytest.mark.parametrize("loss, norm, float16, ends", [
-    (1.0, math.inf, True, False), (1.0, math.nan, True, False), (math.nan, 1.0, True, True),
+    (1.0, math.inf, "fine", False), (1.0, math.nan, "fine", False), (math.nan, 1.0, "fine", True),
+    (1.0, math.nan, "scale 0", True),
     (1.0, math.inf, False, True), (math.inf, 1.0, False, True), (2e4, 1.0, False, True),
     (-2e4, 1.0, False, True), (9e3, 1e9, False, False)])
 def test_what_ends_a_run(monkeypatch, loss, norm, float16, ends):
-    """In float16 the scaler skips steps that overflowed; a loss that is not finite stays so, and
-    one of 20,000 learns nothing any more. What may have caused it is named."""
+    """In float16 the scaler skips steps that overflowed; a loss that is not finite stays so, as
+    does a scale of 0, and one of 20,000 learns nothing any more. What may have caused it is named."""
     run = step_399(monkeypatch, float16=float16)
     suspects = ["--max_lr", "vocabulary", "zeros", "float16", "edit", "CUDNN", "--init_from=log/"]
     said = f"Step 399 has loss {loss:g} and .* norm {norm:g}.*" + ".*".join(suspects)
