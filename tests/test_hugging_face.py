@@ -49,8 +49,10 @@ def assert_same_weights(a, b):
 
 @pytest.mark.parametrize("n_layer, n_head, n_vocab, dtype", [
     (12, 12, 257, torch.float32), (48, 25, 257, torch.bfloat16), (1, 8, 50257, torch.float32)])
-def test_loads_every_shape(n_layer, n_head, n_vocab, dtype, tmp_path):
+def test_loads_every_shape(n_layer, n_head, n_vocab, dtype, tmp_path, request):
     """The layers and heads of GPT-2 (124M) and XL; half precision; GPT-2's tokens."""
+    if n_vocab == 50257:
+        request.getfixturevalue("gpt2_encoding")
     hf = hf_model(n_layer=n_layer, n_head=n_head, n_embd=2 * n_head, vocab_size=n_vocab).to(dtype)
     hf.save_pretrained(tmp_path, max_shard_size="100KB")
     model, _ = t.load_weights(str(tmp_path), dropout=0.3)
@@ -76,9 +78,10 @@ def test_loads_the_form_of_openais_own_checkpoint(tmp_path):
 @pytest.fixture(params=("bytes", "gpt2", "p50k_base", "cl100k_base"))
 def encoding(request):
     try:
+        t.encoding_parts(request.param)  # which the export reads, too
         return t.get_encoding(request.param)
-    except t.UserError as e:
-        pytest.skip(str(e))
+    except (OSError, ValueError, t.UserError) as e:
+        pytest.skip(f"{request.param} is not at hand ({type(e).__name__})")
 
 
 @pytest.mark.parametrize("encoding", ["bytes", "p50k_base"], indirect=True)  # not its last id
