@@ -37,7 +37,6 @@ import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-
 @dataclasses.dataclass
 class Config:
     """Each is also a flag. Only max_shards and nprocs may change while local_dir holds shards."""
@@ -47,25 +46,21 @@ class Config:
     shard_size: int = 100_000_000              # tokens per shard; of 2 bytes each, in uint32 of 4
     max_shards: int = 0                        # number of shards, validation included; 0 = all
     nprocs: int = 0                            # worker processes; 0 = one per core
-    encoding: str = "gpt2"                     # any of tiktoken's, or bytes: these need no download
-
+    encoding: str = "gpt2"                     # any of tiktoken's; bytes needs no download
 
 TEXT = "text"                # the column (parquet) or key (JSON) that holds a document
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 BATCH_BYTES = 2 << 20        # text per batch; with 64 KiB, a corpus takes 15 % more time
 
-
 # ---------------------------------------------------------------- what all three scripts share
 class UserError(Exception):
     """A mistake that the user can correct; its text is the one line that is printed."""
-
 
 def first_line(error):
     """What a library's error says first, cut between words to at most 160 characters."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     line = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]  # a mere heading
     return textwrap.shorten(line.rstrip(".: "), width=160, placeholder=" ...")
-
 
 def encoding_parts(name):
     """What a tiktoken.Encoding is made of. A tokenizer of your own is one more case here."""
@@ -77,8 +72,7 @@ def encoding_parts(name):
         raise UserError(f"encoding={name} is none of bytes, {', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
-
-@functools.lru_cache  # built anew for each call, 10,042 HellaSwag questions took 63 s of CPU, not 3
+@functools.lru_cache  # without it, 10,042 HellaSwag questions take 63 s of CPU, not 3
 def get_encoding(name):
     """The tiktoken.Encoding with that name. Raises UserError."""
     try:
@@ -90,11 +84,39 @@ def get_encoding(name):
         raise UserError(f"encoding={name} lacks the special token <|endoftext|>: it begins texts.")
     return encoding
 
+# Both tokenizers must give it the same ids
+PROBE = "Don't stop . it's\n\n\t 'LL we'Ll naïve 日本 🙂  1234567 x=[1, 2];\r\n return !?\n \n"
+
+def hugging_face_tokenizer(encoding, context):
+    """A tiktoken encoding as a transformers tokenizer. Raises ValueError."""
+    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
+    parts, letters = encoding_parts(encoding.name), bytes_to_unicode()
+    ids = {"".join(letters[byte] for byte in token): i
+           for token, i in parts["mergeable_ranks"].items()}
+    merges = generate_merges(ids, {token: -i for token, i in ids.items()})  # lowest ids first
+    special = {i: token for token, i in parts["special_tokens"].items()}
+    for i in set(range(encoding.n_vocab)) - set(ids.values()):  # cl100k_base has unused ids
+        token = special.setdefault(i, f"<|unused{i}|>")
+        ids[token] = i
+    backend = Tokenizer(models.BPE(ids, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    if merges:  # "}+" is possessive in tiktoken, and "again" in tokenizers
+        pieces = pre_tokenizers.Split(Regex(parts["pat_str"].replace("}+", "}")), "isolated")
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(special[i], normalized=False) for i in sorted(special)])
+    if backend.encode(PROBE).ids != encoding.encode_ordinary(PROBE):
+        raise ValueError(f"it has no {encoding.name} tokenizer")
+    end = special[encoding.eot_token]
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end,
+        model_max_length=context, clean_up_tokenization_spaces=False)
 
 def token_dtype(encoding):
     """The NumPy type that its ids are stored in."""
     return np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
-
 
 def write_whole(path, write, verify=None):
     """write(file) under a temporary name, flush it to the disk, verify(its path), rename it."""
@@ -111,12 +133,10 @@ def write_whole(path, write, verify=None):
     finally:
         part.unlink(missing_ok=True)
 
-
 def remove_parts(folder):
     """Delete what write_whole() left in a locked folder when its process was killed."""
     for part in Path(folder).glob("*.*.part"):  # shard.npy.part, not somebody's movie.part
         part.unlink()
-
 
 def lock_folder(folder):
     """Have `folder` alone: keep what this returns, as long as need be. Raises UserError."""
@@ -130,18 +150,17 @@ def lock_folder(folder):
         print(f"{folder}/ cannot be locked ({first_line(e)}): no other run may write there.")
     return lock
 
-
 def parse_flags(cls, doc, presets=None):
-    """{name: text} of the flags given; --help shows presets, {name: {constant: value}}, as well."""
+    """{name: text} of the flags given. --help shows the comments in cls, defaults, and presets."""
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    comments = dict(re.findall(r"^ +(\w+) *:[^#\n]*# *(.*)$", inspect.getsource(cls), re.M))
+    help_texts = dict(re.findall(r"^ +(\w+) *:[^#\n]*# *(.*)$", inspect.getsource(cls), re.M))
     for field in dataclasses.fields(cls):
         values = [repr(field.default)]
         for preset, constants in (presets or {}).items():
             if field.name in constants:
                 values.append(f"in {preset} {constants[field.name]!r}")
-        text = f"{comments.get(field.name)} [{', '.join(values)}]".replace("%", "%%")
+        text = f"{help_texts.get(field.name)} [{', '.join(values)}]".replace("%", "%%")
         parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text,
                             metavar="|".join(map(str, get_args(field.type))) or "X")
 
@@ -150,10 +169,9 @@ def parse_flags(cls, doc, presets=None):
     parser.error = refuse
     return vars(parser.parse_args())
 
-
 def make_config(cls, values):
     """cls(**values), each value as its annotation says. Raises UserError."""
-    for name in [*vars(cls), *values]:
+    for name in [*vars(cls), *values]:  # a constant without a type is no field, and has no flag
         if not name.startswith("_") and name not in cls.__annotations__:
             raise UserError(f"{name} is mistyped, or lacks a type in Config ({name}: int = 1).")
     cfg = cls(**values)
@@ -168,7 +186,6 @@ def make_config(cls, values):
             raise UserError(f"{name}={value} is not possible: {kind}.") from None
     return cfg
 
-
 def typed(value, kind):
     """`value`, perhaps a text as 1e3, as one of `kind`; KeyError or ValueError if it is none."""
     if kind is bool:
@@ -180,8 +197,7 @@ def typed(value, kind):
         return kind(number)
     if kind is str:
         return str(value)
-    return {choice: choice for choice in get_args(kind)}[str(value)]  # of a Literal
-
+    return {choice: choice for choice in get_args(kind)}[str(value)]  # a Literal; or KeyError
 
 # ----------------------------------------------------------------------------------- documents
 def find_files(source, remote_name):
@@ -192,7 +208,6 @@ def find_files(source, remote_name):
     else:
         files = find_hub_files(source, remote_name)
     return [(url, size) for url, size in files if url.endswith(SUFFIXES)]
-
 
 def find_hub_files(source, remote_name):
     """[(URL, size in bytes)] of what `datasets` would stream. Raises UserError."""
@@ -209,7 +224,6 @@ def find_hub_files(source, remote_name):
         raise UserError(f"source={source} is not a folder here, and its remote_name={remote_name} "
                         f"cannot be fetched from {hub} ({first_line(e)}): check both names and the "
                         f"network, or try a mirror: HF_ENDPOINT=https://hf-mirror.com.") from None
-
 
 def read_batches(urls, start):
     """Yield (file, row, texts): batches of rows from the place `start` on. Raises UserError."""
@@ -229,11 +243,10 @@ def read_batches(urls, start):
             raise UserError(f"{url} cannot be read from row {row + 1} on ({type(e).__name__}: "
                             f"{first_line(e)}): repair it; the same command continues.") from None
 
-
 def read_parquet(file, first):
     """Yield lists of texts, None where there is none, from row number `first` on."""
     import pyarrow.parquet as pq
-    # a row group of 409 MB takes 204 MB of memory so, and 560 as it comes
+    # a row group of 409 MB takes 204 MB of memory with these two, 560 without
     parquet = pq.ParquetFile(file, buffer_size=BATCH_BYTES, pre_buffer=False)
     for number in range(parquet.num_row_groups):
         group = parquet.metadata.row_group(number)
@@ -246,10 +259,9 @@ def read_parquet(file, first):
             yield [text and text.decode("utf-8", "replace") for text in rows]
             first = max(0, first - len(part))
 
-
 def read_json(file, first):
     """Yield lists of texts, "" where there is none, from line `first` on; half emojis as U+FFFD."""
-    with io.BufferedReader(file, BATCH_BYTES) as lines:  # a line of fsspec's own takes 2 ms
+    with io.BufferedReader(file, BATCH_BYTES) as lines:  # fsspec's own reading takes 2 ms a line
         for _ in itertools.islice(lines, first):
             pass
         while block := lines.readlines(BATCH_BYTES):
@@ -262,18 +274,16 @@ def read_json(file, first):
             finally:
                 yield texts  # also those before a line that cannot be read, so its row is known
 
-
 # -------------------------------------------------------------------------------------- tokens
 def tokenize(texts, name):
     """The tokens of a list of texts, (n,). "<|endoftext|>" begins each; in a text it is text."""
     encoding = get_encoding(name)
     end_of_text = np.array([encoding.eot_token])
-    parts = [end_of_text[:0]]  # there may be no text
+    parts = [end_of_text[:0]]  # concatenate wants an array, even if there is no text
     for text in texts:
         if text and text.strip():
             parts += [end_of_text, encoding.encode_to_numpy(text, disallowed_special=())]
     return np.concatenate(parts, dtype=token_dtype(encoding), casting="unsafe")  # each id fits
-
 
 def start_worker():
     """In a new worker: end with the parent, be it by kill -9."""
@@ -281,7 +291,6 @@ def start_worker():
         multiprocessing.parent_process().join()
         os._exit(1)
     threading.Thread(target=end_with_parent, daemon=True).start()
-
 
 def tokenize_all(batches, nprocs, name):
     """Yield `batches` with tokens for texts, in order, by `nprocs` processes. Raises UserError."""
@@ -303,7 +312,6 @@ def tokenize_all(batches, nprocs, name):
     finally:
         executor.shutdown(cancel_futures=True)
 
-
 # -------------------------------------------------------------------------------------- shards
 def settings_of(cfg, files):
     """All that determines the shards made of `files`, [(path or URL, size)], by name."""
@@ -312,33 +320,30 @@ def settings_of(cfg, files):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
-
 def find_finished(folder, cfg, files):
     """(manifest's entries of finished shards, []); or ([], texts on what is not as it was)."""
     manifest = folder / "manifest.json"
     content = json.loads(manifest.read_bytes()) if manifest.exists() else {}
-    made, shards = content.get("settings", {}), content.get("shards", [])
-    used = shards[-1]["file"] + 1 if shards else 0  # files that are in no shard yet may change
-    now = settings_of(cfg, files[:used])
-    changes = [f"{name} was {made.get(name, 'unknown')} and is {now.get(name, 'absent')}"
-               for name in {**made, **now} if made.get(name) != now.get(name)]
+    before, shards = content.get("settings", {}), content.get("shards", [])
+    files_used = shards[-1]["file"] + 1 if shards else 0  # the others may change
+    now = settings_of(cfg, files[:files_used])
+    changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
+               for name in {**before, **now} if before.get(name) != now.get(name)]
     if changes:
         return [], changes
     return list(itertools.takewhile(lambda entry: (folder / entry["name"]).exists(), shards)), []
 
-
-def start_over(folder, changes):
+def forget_settings(folder, changes):
     """Forget a validation shard made with other settings. Raises UserError if there are more."""
     if any(folder.glob("*train*.npy")):
         raise UserError(f"The shards in {folder}/ were made with other settings or files "
                         f"({'; '.join(changes[:3])}): undo that, or take another --local_dir.")
     (folder / "manifest.json").unlink(missing_ok=True)  # or it would vouch for the next one
 
-
 def cut_shards(results, shard_size, dtype, start, n_files):
     """Yield (tokens, (n,) of `dtype`; the place where they end) of each shard after place `start`.
 
-    A place: `used` tokens from row `row` of file number `file` on; the last, behind all files.
+    A place: `used` tokens from row `row` of file number `file` on; the last is behind all files.
     The next shard overwrites the tokens.
     """
     shard = np.empty(shard_size, dtype)
@@ -355,16 +360,15 @@ def cut_shards(results, shard_size, dtype, start, n_files):
                     yield shard, {"file": file, "row": row, "used": used}
                     filled = 0
                     bar.reset()
-            used -= len(tokens)
+            used -= len(tokens)  # 0, or what a start has still to skip
     if filled:
         yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
-
 
 def add_shards(cfg, folder, files, shards):
     """Make the shards that follow `shards`, and append their entries. Raises UserError, OSError."""
     encoding = get_encoding(cfg.encoding)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}
+    start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}  # entries hold places
     batches = read_batches([url for url, size in files], start)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, cfg.shard_size, token_dtype(encoding), start, len(files))
@@ -387,7 +391,6 @@ def add_shards(cfg, folder, files, shards):
             if len(shards) == cfg.max_shards:
                 break
 
-
 def make_shards(cfg):
     """Make the shards that `cfg` asks for and local_dir lacks. Raises UserError, OSError."""
     begin = time.perf_counter()
@@ -399,10 +402,10 @@ def make_shards(cfg):
     remove_parts(folder)
     shards, changes = find_finished(folder, cfg, files)
     if changes:
-        start_over(folder, changes)
+        forget_settings(folder, changes)  # also where nothing was made yet
     found = len(shards)
     corpus_is_done = found > 0 and shards[-1]["file"] == len(files)
-    if not corpus_is_done and not 0 < cfg.max_shards <= found:
+    if not corpus_is_done and not 0 < cfg.max_shards <= found:  # 0 = all
         add_shards(cfg, folder, files, shards)
     tokens = sum(entry["tokens"] for entry in shards)
     if len(shards) < 2:
@@ -415,7 +418,6 @@ def make_shards(cfg):
     print(f"{folder}/: {documents:,} documents, {tokens:,} tokens in {len(shards)} shards\n"
           f"This run: {made:,} tokens in {time.perf_counter() - begin:.1f} s\n"
           f"Train on it: python train_gpt2.py --data={folder} --encoding={cfg.encoding}")
-
 
 # -------------------------------------------------------------------------------- command line
 def main():
@@ -433,7 +435,6 @@ def main():
     except KeyboardInterrupt:
         print("\nStopped. The same command continues after the last whole shard.", file=sys.stderr)
         return 130
-
 
 if __name__ == "__main__":
     sys.exit(main())

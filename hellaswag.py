@@ -4,7 +4,7 @@
     python hellaswag.py -m gpt2-xl -d cuda      # any causal LM on the hub
     python hellaswag.py -m log/hf --limit 1000  # what training exported
 
-In training: evaluate(model, prepare(iterate_examples("val"), model))
+In Python: evaluate(model, prepare(iterate_examples("val"), model, encode))
 
 One of the 10,042 questions; label is the number of the right ending:
 
@@ -37,20 +37,17 @@ DATA = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 TOTAL = 10_042                      # questions in the validation split
 CPU_BATCH, GPU_BATCH = 1024, 8192   # tokens per forward pass; 8192 have 1.6 GB of GPT-2's logits
 
-
 class Prepared(NamedTuple):
-    batches: list          # of (numbers (R,), tokens (R, T + 1), is_ending (R, T + 1)), on the CPU
+    batches: list          # on the CPU: (row numbers (R,), tokens (R, T + 1), is_ending (R, T + 1))
     labels: torch.Tensor   # (Q,) the right ending
     lengths: torch.Tensor  # (Q, 4) tokens of each ending; row q * 4 + i is ending i of question q
     cut: int               # questions whose context did not fit the model
-
 
 class Score(NamedTuple):
     acc: float       # share of questions whose right ending has the lowest summed loss
     acc_norm: float  # ... the lowest mean loss per token
     total: int       # questions
     cut: int         # of them, those whose context was cut on the left to fit the model
-
 
 # ---------------------------------------------------------------------------------- the data
 def iterate_examples(split="val"):
@@ -68,7 +65,6 @@ def iterate_examples(split="val"):
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{DATA} is damaged ({first_line(e)}): delete it, start again.") from None
 
-
 def checked(examples):
     """The questions, their labels made ints (the hub has text). Raises ValueError, KeyError."""
     if len(examples) != TOTAL:
@@ -78,7 +74,6 @@ def checked(examples):
         if example["label"] not in range(4):
             raise ValueError(f"a question has the label {example['label']}")
     return examples
-
 
 def download():
     """Fetch the validation split from the hub; write it to DATA, a line of JSON per question."""
@@ -90,7 +85,7 @@ def download():
         logging.set_verbosity_error()  # hide its lines on retries; a failure is reported below
         path = hf_hub_download("Rowan/hellaswag", "default/validation/0000.parquet",
                                repo_type="dataset", endpoint=hub,
-                               revision="refs/convert/parquet")  # made by the hub from any main
+                               revision="refs/convert/parquet")  # a branch that the hub makes
         examples = checked(parquet.read_table(path).to_pylist())
         lines = [json.dumps(example).encode() + b"\n" for example in examples]
         write_whole(DATA, lambda file: file.writelines(lines))
@@ -99,20 +94,17 @@ def download():
         raise UserError(f"HellaSwag cannot be downloaded from {hub} ({reason}): go online, name a "
                         f"mirror in HF_ENDPOINT, or put the questions at {DATA}.") from None
 
-
 # --------------------------------------------------------------------------- tokens and rows
 def gpt2_encode(text):
     """A text's ids in GPT-2's encoding; in a text, <|endoftext|> is text."""
     return get_encoding("gpt2").encode_ordinary(text)
 
-
 def tokenize(example, encode=gpt2_encode):
     """A question's token ids, (context, [four endings]); encode: text -> ids."""
-    # Some tokenizers begin every text with a token or a space of their own. So an ending is
-    # encoded after a word, whose tokens are then dropped.
+    # For GPT-2 the same as encode(" " + ending). Some tokenizers begin every text with a token or
+    # a space of their own: so an ending is encoded after a word, whose tokens are then dropped.
     start = len(encode("a"))
     return encode(example["ctx"]), [encode("a " + ending)[start:] for ending in example["endings"]]
-
 
 def render_example(example):
     """A question in GPT-2's tokens, one padded row per ending: (data, tokens, mask, label).
@@ -124,13 +116,11 @@ def render_example(example):
     tokens, mask = collate([(context, ending) for ending in endings])
     return data, tokens, mask, example["label"]
 
-
 def collate(rows):
     """Rows (context, ending) padded with 0: tokens (R, N), and 1 on an ending's tokens (R, N)."""
     tokens = [torch.tensor(context + ending) for context, ending in rows]
     mask = [torch.tensor([0] * len(context) + [1] * len(ending)) for context, ending in rows]
     return pad_sequence(tokens, batch_first=True), pad_sequence(mask, batch_first=True)
-
 
 def prepare(examples, model, encode=gpt2_encode):
     """iterate_examples' dicts as rows for a model, whose token ids encode(text) gives."""
@@ -148,7 +138,6 @@ def prepare(examples, model, encode=gpt2_encode):
     batches = make_batches(rows, CPU_BATCH if device_of(model).type == "cpu" else GPU_BATCH)
     return Prepared(batches, torch.tensor(labels), torch.tensor(lengths), cut)
 
-
 def make_batches(rows, batch_tokens):
     """Prepared.batches of these rows (context, ending), the longest first.
 
@@ -165,15 +154,31 @@ def make_batches(rows, batch_tokens):
         del numbers[-n:]
     return batches
 
+def prepare_for_training(model, encode):
+    """prepare() on all questions, which rank 0 gets for all; None, and a line, if it cannot."""
+    found = [[]]
+    if ranks()[0] == 0:
+        try:
+            found = [list(iterate_examples("val"))]
+        except UserError as e:
+            print(f"HellaSwag is off: {e}", flush=True)
+    if ranks()[1] > 1:
+        dist.broadcast_object_list(found)
+    return prepare(found[0], model, encode) if found[0] else None
 
 # ------------------------------------------------------------------------------------ scoring
+def ranks():
+    """(This process's rank, the number of processes)."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_rank(), dist.get_world_size()
+    return 0, 1
+
 def device_of(model):
     """Where a model's weights are; the CPU, if it is a function."""
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
     return next((p.device for p in parameters), torch.device("cpu"))
 
-
-# For speed without cuDNN's attention, which plans up to half a second for each shape of a batch.
+# All but cuDNN's attention, for speed: it plans up to half a second for each shape of a batch.
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 @torch.no_grad()
 def ending_losses(model, tokens, is_ending):
@@ -181,15 +186,14 @@ def ending_losses(model, tokens, is_ending):
     device = device_of(model)
     tokens = tokens.to(device)
     mask = is_ending[:, 1:].to(device) == 1  # (R, T)
-    # For speed a compiled model stays eager: it would be compiled again for each shape of a batch.
+    # Eager, for speed: a compiled model would be compiled again for each shape of a batch.
     with torch.compiler.set_stance("force_eager"):
         output = model(tokens[:, :-1])
     # Ours gives (logits, loss), transformers' an object, a function logits, (R, T, V).
     logits = output[0] if type(output) is tuple else getattr(output, "logits", output)
     losses = F.cross_entropy(logits[mask].float(), tokens[:, 1:][mask], reduction="none")
     rows = mask.nonzero()[:, 0]
-    return rows.cpu().bincount(losses.cpu().double(), minlength=len(tokens))
-
+    return rows.cpu().bincount(weights=losses.cpu().double(), minlength=len(tokens))  # sums by row
 
 def evaluate(model, examples, progress=False):
     """The Score of a model, the same on every rank and for any number of ranks.
@@ -200,12 +204,11 @@ def evaluate(model, examples, progress=False):
     Raises UserError, on every rank, if a loss is not finite.
     """
     questions = examples if isinstance(examples, Prepared) else prepare(examples, model)
-    rank, world = 0, 1
-    if dist.is_available() and dist.is_initialized():
-        rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = ranks()
     sums = torch.zeros(questions.lengths.numel(), dtype=torch.float64)
-    for numbers, *rows in tqdm(questions.batches[rank::world], unit="batch", disable=not progress):
-        sums[numbers] = ending_losses(model, *rows)
+    batches = tqdm(questions.batches[rank::world], unit="batch", disable=not progress)
+    for numbers, tokens, is_ending in batches:
+        sums[numbers] = ending_losses(model, tokens, is_ending)
     if world > 1:
         sums = sums.to(device_of(model))  # NCCL takes no CPU tensors
         dist.all_reduce(sums)
@@ -215,7 +218,6 @@ def evaluate(model, examples, progress=False):
     right = (sums.argmin(1) == questions.labels).double()
     right_norm = ((sums / questions.lengths).argmin(1) == questions.labels).double()
     return Score(right.mean().item(), right_norm.mean().item(), len(sums), questions.cut)
-
 
 # ------------------------------------------------------------------------------ command line
 def load_model(name, device):
@@ -240,13 +242,13 @@ def load_model(name, device):
         raise UserError(f"-m {name} cannot be loaded on -d {device} ({first_line(e)}): give a hub "
                         f"name like gpt2, or a folder like log/hf.") from None
 
-
 def score(args):
     """Load, score and print as the command line asks."""
     examples = list(iterate_examples("val"))[:args.limit]
     model, encode = load_model(args.model, args.device)
-    # Published scores are float32's. GPT-2's logits are near -35, where bfloat16 has steps of 1/4.
-    torch.set_float32_matmul_precision("high")  # for speed: TF32, where a GPU has it
+    # No autocast, as published scores are float32's: GPT-2's logits are near -35, where bfloat16
+    # has steps of 1/4. TF32, for speed where a GPU has it, rounds inside of products alone.
+    torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "
           f"({result.cut:,} cut on the left to fit)")
@@ -256,7 +258,6 @@ def score(args):
         print(f"{name:<8} {share:.4f} +- {standard_error:.4f}   (lowest {what} wins)")
     print("To compare (acc / acc_norm): GPT-2 (124M) 0.2859 / 0.2955, GPT-2 XL 0.3842 / 0.4893, "
           "GPT-3 (124M) - / 0.337")
-
 
 def main():
     """Do what the command line says, or end with one line that says why not."""
@@ -274,7 +275,6 @@ def main():
         score(parser.parse_args())
     except UserError as e:
         sys.exit(f"hellaswag.py: {e}")
-
 
 if __name__ == "__main__":
     main()

@@ -5,8 +5,8 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
     tail -f log/log.txt                # <step> train|val|hella <value>
 
-Edit the constants in Config (for a text file in SMALL, for a text and weights
-that are given in FINETUNE), or give any of them as a flag (--max_lr=1e-3).
+Edit the constants in Config (in SMALL for a text file, in FINETUNE for a text
+and given weights), or give any of them as a flag (--max_lr=1e-3).
 Ctrl-C saves and stops; the same command continues.
 
 One idea makes the rest simple: the data of a step is a pure function of
@@ -40,7 +40,7 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
-# Read when torch is loaded: so long OpenMP's threads wait busily, for cores that others may have.
+# How long OpenMP's threads spin when they wait, on cores that others need: read as torch is loaded.
 # A step of the quick start beside two busy processes: 91 to 160 ms, without this 96 to 1,700;
 # beside three 168, without it 550; alone 41, without it 40.
 os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
@@ -55,8 +55,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 from fineweb import (  # noqa: E402
-    UserError, encoding_parts, first_line, get_encoding, lock_folder, make_config, parse_flags,
-    remove_parts, token_dtype, write_whole)
+    UserError, encoding_parts, first_line, get_encoding, hugging_face_tokenizer, lock_folder,
+    make_config, parse_flags, remove_parts, token_dtype, write_whole)
 
 # ---- constants
 @dataclass
@@ -103,7 +103,7 @@ class Config:
     keep_every: int = 5000          # steps between checkpoints that stay for good
     # the machine
     device: str = "auto"            # CUDA, else MPS, else CPU; or cuda:1, mps, cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of products
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products
     compile: Literal["auto", "True", "False"] = "auto"  # torch.compile on CUDA
 
 # For a text file: a small GPT on bytes, for two CPU cores
@@ -117,15 +117,15 @@ SMALL = dict(
 # For a text file and weights (init_from), which decide the shape, the encoding, the longest T, and
 # with their width the rate: Adam's best falls as 1 / width (Yang et al. 2022), 1.3e-4 for gpt2
 FINETUNE = dict(
-    total_batch_size=2048, B=4, T=1024, max_lr=0.1, min_lr=0.0, lr_shape="linear",  # / n_embd
-    warmup_steps=10, epochs=4.0, eval_every=10, val_tokens=131072, hellaswag_every=0,
-    sample_every=50, sample_prompt="\n", sample_tokens=100, save_every=10, keep_every=0,
-    log_dir="log_finetune")
+    max_lr=0.1,  # choose_settings() divides it by n_embd
+    total_batch_size=2048, B=4, T=1024, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
+    eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
+    sample_tokens=100, save_every=10, keep_every=0, log_dir="log_finetune")
 
 # ---- GPT-2
 @dataclass
 class GPTConfig:
-    """What a GPT is made of. Those that Config has, too, are set there, by the same name."""
+    """What a GPT is made of. Constants that Config has, too, get their values from there."""
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded, for speed
     n_layer: int = 12
@@ -135,7 +135,7 @@ class GPTConfig:
     dropout: float = 0.0     # on in train_step() only
 
 def undrawn(layer):
-    """The layer with weights of NaN, for GPT.init_weights to draw, and a bias of zeros."""
+    """The layer with a bias of 0 and weights of NaN, which mark what init_weights() has to draw."""
     nn.init.constant_(layer.weight, math.nan)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
@@ -205,7 +205,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Draw what is undrawn from Normal(0, 0.02), positions, too; what is set stays.
+        """Draw weights that are NaN from Normal(0, 0.02), wpe's, too; what has values keeps them.
 
         The 2 * n_layer projections that add to x have their std divided by that number's root,
         so that the variance does not grow with depth (GPT-2, section 2.3). A draw follows from
@@ -229,7 +229,7 @@ class GPT(nn.Module):
         """Final hidden states (B, T, C) of token ids idx (B, T)."""
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):  # or the residual stream stays float32
+        if torch.is_autocast_enabled(x.device.type):  # else the residual stream would stay float32
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.dropout(x)
         for block in self.transformer.h:
@@ -238,17 +238,18 @@ class GPT(nn.Module):
 
     def to_logits(self, x):
         """Logits (..., n_vocab) of hidden states (..., C): for loss, samples and scores."""
-        # With the padding, since GPUs are slow on 50,257 columns; in float32, for the loss
+        # Multiply with the padding, as GPUs are slow on 50,257 columns, then drop it
         return self.lm_head(x)[..., :self.config.n_vocab].float()
 
     def forward(self, idx, targets=None, return_logits=True):
         """Logits (B, T, n_vocab) of idx (B, T), and the mean loss in nats of targets (B, T).
 
-        Targets of -100 do not count. "val" is this loss, too: a term that only training minimises
-        belongs under `if self.training`. Training asks for the loss alone: for returned logits
-        a compiled model makes a gradient of zeros, 13 GB at B=64.
+        Targets of -100 do not count. "val" is this loss, too: a further term that only training
+        minimises belongs under `if self.training`. return_logits=False saves 13 GB at B=64, the
+        gradient of zeros that a compiled model makes for logits that it returns.
         """
-        logits, loss = self.to_logits(self.hidden(idx)), None  # (B, T, n_vocab)
+        logits = self.to_logits(self.hidden(idx))  # (B, T, n_vocab)
+        loss = None
         if targets is not None:
             total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
             loss = total / (targets >= 0).sum().clamp(min=1)  # 0 where no target counts
@@ -304,9 +305,9 @@ class DataLoaderLite:
         rows = int(self.rows_in_shard[number])           # 3
         begin = int(ends[i]) - rows                      # 4
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        fraction = 0.618  # of the golden ratio: its multiples, modulo 1, are far apart
-        earlier = int(fraction * epoch * self.T) % self.T if self.recut else 0
-        return number, max(0, int(row_order[row - begin]) * self.T - earlier)
+        # multiples of 0.618, the golden ratio's fraction, modulo 1 are far apart
+        shift = int(0.618 * epoch * self.T) % self.T if self.recut else 0
+        return number, max(0, int(row_order[row - begin]) * self.T - shift)
 
     def read(self, row, B):
         """B rows from number `row` on: (B, T + 1) int64, as torch has no uint16 math."""
@@ -335,7 +336,7 @@ def permutation(shuffle, n, *key):
     return np.random.RandomState(key).permutation(n) if shuffle else np.arange(n)
 
 def rows_before(cfg, step):
-    """Rows that all steps before this one read: a batch that grows is an edit of this alone."""
+    """Rows that all steps before this one read. For a batch that grows, edit this alone."""
     return step * (cfg.total_batch_size // cfg.T)
 
 # ---- optimizers
@@ -361,7 +362,7 @@ def newton_schulz(G):
     return X
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized (Jordan et al. 2024), for the named matrices in the blocks.
+    """Momentum, orthogonalized (Jordan et al. 2024). params: (name, matrix) pairs of the blocks.
 
     Few directions dominate a gradient matrix; Muon makes all equally long, so that rare ones
     are learned too. The factor 0.2 sqrt(longer side) makes its updates as large as AdamW's:
@@ -388,7 +389,7 @@ class Muon(torch.optim.Optimizer):
                 gradient = self.smoothed_gradient(p, group["momentum"])
                 # query, key and value are a matrix each; a c_attn of another shape stays one
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
-                for weight, G in zip(p.chunk(n), gradient.chunk(n)):
+                for weight, G in zip(p.chunk(n), gradient.chunk(n)):  # weight is a view of p
                     if G.size(0) > G.size(1):  # wide is cheaper
                         weight, G = weight.mT, G.mT
                     by_shape[G.shape].append((weight, G))
@@ -399,10 +400,10 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(columns))
 
 def configure_optimizers(raw_model, cfg, dtype=torch.float32):
-    """[AdamW], or [AdamW, Muon], where Muon has the matrices in the blocks. The rate that a group
-    is made with is its highest: step_optimizers() scales it as get_lr() does max_lr."""
-    blocks = raw_model.transformer.h.named_parameters() if cfg.optimizer == "muon" else []
-    matrices = [(name, p) for name, p in blocks if p.dim() == 2 and p.requires_grad]
+    """[AdamW], or [AdamW, Muon], where Muon has the matrices in the blocks. A group's lr here is
+    its peak: step_optimizers() multiplies it by get_lr() / max_lr."""
+    in_blocks = raw_model.transformer.h.named_parameters() if cfg.optimizer == "muon" else []
+    matrices = [(name, p) for name, p in in_blocks if p.dim() == 2 and p.requires_grad]
     for_muon = {p for _, p in matrices}
     others = [p for p in raw_model.parameters() if p.requires_grad and p not in for_muon]
     groups = [dict(params=[p for p in others if p.dim() >= 2], weight_decay=cfg.weight_decay),
@@ -426,12 +427,9 @@ class State:
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; idle otherwise
     step: int = 0                 # optimizer steps done
 
-    def __post_init__(self):  # of each optimizer's groups, before a checkpoint's rates replace them
-        self.peak_lrs = [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
-
     @property
     def eval_model(self):
-        """What is validated, scored, sampled, saved as "model", exported: return averages here."""
+        """What is validated, scored, sampled, saved as "model", exported: averages go here."""
         return self.raw_model
 
     def state_dict(self):
@@ -467,13 +465,13 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text: turns nats per token into nats per byte
-    hellaswag: object             # a function that returns acc_norm, or None
+    hellaswag: object             # its questions as rows for the model, or None
     folder: "RunFolder"           # log.txt, checkpoints and the rest of log_dir
     signal_came: threading.Event  # Ctrl-C or SIGTERM, to this process
     stopping: bool = False        # a signal came to any process
     validated_step: int = -1      # the last step that was validated here
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # of the last steps
-    said: list = field(default_factory=list)  # reported streams that stdout has not shown yet
+    unsaid: list = field(default_factory=list)  # reported streams that stdout has not shown yet
 
 @torch.no_grad()
 def validation_loss(run, loader, model=None):
@@ -483,7 +481,7 @@ def validation_loss(run, loader, model=None):
     """
     cfg, model = run.cfg, model or run.state.eval_model
     rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
-    total = counted = torch.zeros((), device=run.device)
+    total, counted = torch.zeros(2, device=run.device)
     for row in range(rank() * cfg.B, rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
         y = y.clone()          # x is in the same memory
@@ -496,36 +494,36 @@ def validation_loss(run, loader, model=None):
     return total / counted
 
 def train_step(run):
-    """One optimizer step. Returns the mean loss of this process's rows and the gradient's norm
-    before clipping, on the device. Except in float16, nothing here waits for a GPU."""
+    """One optimizer step. Returns a loss, whose mean over all processes is the step's, and the
+    gradient's norm before clipping, on the device. Except in float16, nothing waits for a GPU."""
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     # A step's rows are dealt out B at a time, to rank 0, rank 1, ..., and again to rank 0
     begin, end = rows_before(cfg, state.step), rows_before(cfg, state.step + 1)
     check_rows(cfg, state.step, end - begin)
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
-    mean_loss = counted_share = torch.zeros((), device=run.device)
+    mean_loss, counted_share = torch.zeros(2, device=run.device)
     ddp_model.train()
     for row in my_rows:
-        # What torch draws below, as for dropout, follows from the first row (so with B, too)
+        # Dropout follows from the micro-step's first row (so what it drops depends on B, too)
         torch.manual_seed(seed_from(cfg.seed, row))
         x, y = run.train_loader.batch(row, cfg.B, run.device)
         # DDP averages the gradients over the processes during backward, which only the last
         # micro-step needs. no_sync() encloses the forward pass too, where DDP prepares it.
-        sync = contextlib.nullcontext()
+        context = contextlib.nullcontext()
         if world_size() > 1 and row != my_rows[-1]:
-            sync = ddp_model.no_sync()
-        with sync:
+            context = ddp_model.no_sync()
+        with context:
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # backward() adds to the gradients. Each mean loss counts by its share of the step's
-            # targets on this process, so that the sum is the mean over the whole step.
+            # backward() adds to the gradients. share is 1 / micro-steps, and less where targets
+            # are -100: the division by counted_share below makes up for these.
             share = (y >= 0).sum() / (y.numel() * len(my_rows))
             state.scaler.scale(loss * share).backward()
         mean_loss = mean_loss + loss.detach() * share
         counted_share = counted_share + share
     ddp_model.eval()
     counted_share = sum_over_ranks(counted_share) / world_size()  # 1, if no target is -100
-    # If an edit draws noise below, it is the same on all ranks: they train the same model
+    # Nothing below draws. Noise that an edit adds is the same on all ranks: their models stay equal
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     norm = step_optimizers(state, cfg, counted_share)
     state.step += 1
@@ -533,16 +531,18 @@ def train_step(run):
 
 def step_optimizers(state, cfg, counted_share):
     """Divide gradients by counted_share, clip them, step. Returns their norm before clipping."""
-    for optimizer, lrs in zip(state.optimizers, state.peak_lrs):
+    for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-        for group, lr in zip(optimizer.param_groups, lrs):
-            group["lr"] = lr * get_lr(state.step, cfg) / cfg.max_lr
+        for group in optimizer.param_groups:
+            peak = group.setdefault("initial_lr", group["lr"])  # torch's name for it
+            group["lr"] = peak * get_lr(state.step, cfg) / cfg.max_lr
     gradients = [p.grad for p in state.raw_model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients) / counted_share
-    factor = ((cfg.grad_clip or math.inf) / (norm + 1e-6)).clamp(max=1.0) / counted_share
-    torch._foreach_mul_(gradients, factor)  # in few kernels
+    longest = cfg.grad_clip or math.inf
+    clip = (longest / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, clip / counted_share)  # in few kernels
     for optimizer in state.optimizers:
-        if not state.scaler.is_enabled() or norm.isfinite():  # all optimizers step, or none
+        if not state.scaler.is_enabled() or norm.isfinite():  # float16: all of them step, or none
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
@@ -562,11 +562,11 @@ def train(run):
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag:
-            report(run, step, "hella", run.hellaswag())
+            report(run, step, "hella", hellaswag_score(run))
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
             print_line(run, step)
             run.folder.draw()
-        if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):  # trained, or asked for
+        if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):  # not untrained weights
             print_sample(run)
         if step >= cfg.max_steps:
             break
@@ -580,13 +580,13 @@ def train(run):
 
 
 # ==== part two: what a long run on real machines needs
-# ---- command line and settings: the first lines say which apply; what cannot be is refused
+# ---- command line and settings: choose a preset, say which, refuse what cannot work
 PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save yet
-    code_checksum()  # now, since the file may be edited while it trains
+    code_checksum()  # which is kept: the file may be edited while it trains
     try:
         cfg, first_lines = choose_settings(parse_flags(Config, __doc__, PRESETS))
         device = pick_device(cfg.device)
@@ -619,33 +619,36 @@ def is_text(data):  # else it is a folder of shards
 
 def choose_settings(flags):
     """The constants that apply, and the first lines, which name them."""
-    data, first = flags.get("data", Config.data), ""
+    data, note = flags.get("data", Config.data), ""
     if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
-        first = ("Quick start, a small GPT on Shakespeare: edu_fineweb10B/ holds no shards.\n"
-                 "For GPT-2 (124M): python fineweb.py, and the same command again.\n\n")
-    init_from, name = flags.get("init_from", Config.init_from), "Config"
+        note = ("Quick start, a small GPT on Shakespeare: edu_fineweb10B/ holds no shards.\n"
+                "For GPT-2 (124M): python fineweb.py, and the same command again.\n\n")
+    init_from = flags.get("init_from", Config.init_from)
+    preset_name = "Config"
     if is_text(data):
-        name = "SMALL" if init_from == "scratch" else "FINETUNE"
-    preset, decided = PRESETS[name], {}
+        preset_name = "SMALL" if init_from == "scratch" else "FINETUNE"
+    preset, decided = PRESETS[preset_name], {}
     if init_from != "scratch":
-        log_dir = flags.get("log_dir", PRESETS[name].get("log_dir", Config.log_dir))
+        log_dir = flags.get("log_dir", preset.get("log_dir", Config.log_dir))
+        # A run that continues has weights of its own
         config, encoding, _ = read_weights(log_dir if find_checkpoints(log_dir) else init_from)
         decided = {key: value for key, value in config.items() if key in asdict(Config())}
         decided |= {"encoding": encoding} if encoding else {}
         for constant in flags.keys() & decided.keys():
             raise UserError(f"init_from={init_from} decides {constant}: leave out --{constant}.")
-        if name == "FINETUNE":
+        if preset_name == "FINETUNE":  # these two give way to flags
             decided["T"] = min(preset["T"], 2 ** int(math.log2(config["block_size"])))
             decided["max_lr"] = preset["max_lr"] / config["n_embd"]
-    if "max_steps" in flags:  # which epochs would decide
+    if "max_steps" in flags:  # else epochs would decide it
         preset = preset | {"epochs": 0.0}
     cfg = make_config(Config, {"data": data} | preset | decided | flags)
-    if name == "Config":
+    if preset_name == "Config":
         return cfg, "settings  Config, as data is not a text file"
     values = " ".join(f"{constant}={getattr(cfg, constant)!r}" for constant in preset | decided)
-    weights = " and weights are given" if name == "FINETUNE" else ""
-    return cfg, f"{first}settings  {name}, not Config, as data is a text file{weights}:\n{values}"
+    weights = " and weights are given" if preset_name == "FINETUNE" else ""
+    return cfg, (f"{note}settings  {preset_name}, not Config, as data is a text file{weights}:\n"
+                 f"{values}")
 
 def check_config(cfg):
     """Raise UserError for constants that make no training; lower B to one that fits a step."""
@@ -692,13 +695,7 @@ def print0(text):
         with contextlib.suppress(OSError, RuntimeError):  # a full disk, or a signal amid a print
             print(f"{text}\n", end="", flush=True)
 
-def from_rank_0(value):
-    values = [value]
-    if world_size() > 1:
-        dist.broadcast_object_list(values)
-    return values[0]
-
-def sum_over_ranks(tensor):
+def sum_over_ranks(tensor):  # in place, and returned
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
@@ -709,7 +706,7 @@ def join_processes(device):
         # each counts its own restarts, so the prefix below would differ between them
         raise UserError(f"torchrun --max-restarts is for one machine, these are {machines}: leave "
                         "it out; after a crash, the same command continues.")
-    # before there is a group: else its default arguments keep that alive, and abort some exits
+    # Imported later, it would keep the group in its functions' defaults, and some exits abort
     import torch.distributed.nn  # noqa: F401
     # torchrun's store outlives a restart: with a prefix, nobody finds addresses of the dead
     store = next(dist.rendezvous("env://"))[0]
@@ -719,16 +716,18 @@ def join_processes(device):
                             world_size=world_size(), device_id=gpu,
                             timeout=datetime.timedelta(hours=1))  # rank 0 checks and exports alone
 
-def catch_signals(cfg):  # an event that Ctrl-C and SIGTERM set
-    event, alone = threading.Event(), "RANK" not in os.environ
+def catch_signals():
+    """An event that Ctrl-C and SIGTERM set. A second Ctrl-C ends at once."""
+    event = threading.Event()
+    alone = "RANK" not in os.environ  # torchrun passes Ctrl-C on, so each process gets it twice
 
     def receive(number, frame):
         if event.is_set() and number == signal.SIGINT and alone:
-            newest = next(iter(find_checkpoints(cfg.log_dir).values()), "no checkpoint")
-            print0(f"Ended at once. What stays: {newest}; the same command continues there.")
-            os._exit(130)  # under torchrun a second one comes by itself, which passes it on
+            print0("Ended at once. The newest checkpoint stays; the same command continues there.")
+            os._exit(130)
         event.set()
-        print0("Stopping after this step and a save." + " Ctrl-C again ends at once." * alone)
+        again = " Ctrl-C again ends at once." if alone else ""
+        print0(f"Stopping after this step and a save.{again}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, receive)
     return event
@@ -805,10 +804,10 @@ def pick_compile(choice, device):
             and torch.cuda.get_device_capability(device) >= (7, 0))
     return fast if choice == "auto" else choice == "True"
 
-def pick_attention(cfg, device, dtype):
+def set_attention(cfg, device, dtype):
     # On a CPU flash's backward pass is slow on short rows: at T=64 11.8 ms, plain products 5.6
     short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
-    torch.backends.cuda.enable_flash_sdp(not short)
+    torch.backends.cuda.enable_flash_sdp(not short)  # in spite of its name for CPUs, too
     # cuDNN's, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some kernels
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
@@ -860,7 +859,7 @@ def check_encoding_of_shards(cfg, encoding, shard):
     if manifest.exists():
         made_with = json.loads(manifest.read_bytes())["settings"]["encoding"]
     elif open_shard(shard)[:4096].max() <= 256 < encoding.n_vocab - 1:
-        made_with = "bytes"  # of shards of somebody else's, only bytes can be told
+        made_with = "bytes"  # without a manifest, only bytes can be told from other ids
     if made_with != cfg.encoding:
         raise UserError(f"The shards in {cfg.data}/ were not made with encoding={cfg.encoding}: "
                         f"--encoding={made_with}.")
@@ -877,15 +876,13 @@ def fingerprint_of(loader):
 
 def tokens_per_byte(loader, encoding, val_tokens):
     """Tokens that validation reads, divided by the bytes of text that they stand for."""
-    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
-    for token in set(range(encoding.n_vocab)) - {encoding.eot_token}:  # which is no text
-        with contextlib.suppress(KeyError):  # cl100k_base has ids that stand for nothing
-            lengths[token] = len(encoding.decode_single_token_bytes(token))
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each token
     for shard in loader.shards:
-        tokens = open_shard(shard)[1:1 + val_tokens - counts.sum()]
+        tokens = open_shard(shard)[1:1 + val_tokens - counts.sum()]  # targets begin at 1
         counts += np.bincount(tokens, minlength=encoding.n_vocab)[:encoding.n_vocab]
-    return counts.sum() / max(1, (counts * lengths).sum())
+    n_bytes = sum(counts[token] * len(encoding.decode_single_token_bytes(token))
+                  for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
+    return counts.sum() / max(1, n_bytes)
 
 # ---- the run's folder: against kills, full disks, damaged files, and other runs in its place
 # A run may continue with other values of these
@@ -896,12 +893,13 @@ FREE_TO_CHANGE = {
 
 class RunFolder:
     """log_dir, which rank 0 alone writes; checkpoints and pictures by a thread of its own."""
-    def __init__(self, cfg, data):
-        self.cfg, self.path, self.data = cfg, Path(cfg.log_dir), data  # fingerprint_of() it
+    def __init__(self, cfg, fingerprint):
+        self.cfg, self.path, self.fingerprint = cfg, Path(cfg.log_dir), fingerprint  # of the data
+        self.starts, self.log = [], None             # begin() notes one, and opens the other
         self.thread = ThreadPoolExecutor(max_workers=1)
-        self.log, self.host_copies = None, {}        # begin() opens the log
-        self.saving, self.drawing = None, Future()   # the last save, the last picture
-        self.saved_step, self.failure = -1, ""       # what needs no save any more; why one failed
+        self.saving, self.drawing = None, None       # the last save, the last picture
+        self.saved_step, self.failure = -1, ""       # the last that needs no save; why one failed
+        self.host_copies = {}                        # tensors of the last save
         if rank() == 0:
             self.lock = lock_folder(self.path)       # held as long as something refers to it
             remove_parts(self.path)                  # of saves that were killed
@@ -912,43 +910,52 @@ class RunFolder:
             self.log.close()
 
     def begin(self, step, continues):
-        """Note this start in run.json and open log.txt; a new run renames what was left here."""
+        """Note this start in run.json; open log.txt. What another run left there is renamed."""
         if rank() != 0:
             return
         for name in ("hf", "log.txt"):
             old = self.path / name
-            if old.exists() and (not continues or (name == "hf" and step < self.cfg.max_steps)):
+            if old.exists() and not continues:
                 old.rename(f"{old}_before_{time.strftime('%Y%m%d-%H%M%S')}")
-        path = self.path / "run.json"
-        starts = json.loads(path.read_text())["starts"] if continues and path.exists() else []
-        starts.append({"time": time.ctime(), "step": step, "command": sys.argv,
-                       "code": code_checksum(), "torch": torch.__version__, "python": sys.version})
-        text = json.dumps({"constants": asdict(self.cfg), "starts": starts}, indent=2)
-        write_whole(path, lambda file: file.write(text.encode()))
+        if continues and (self.path / "run.json").exists():
+            self.starts = read_run(self.path)["starts"]
+        self.starts.append({
+            "time": time.ctime(), "step": step, "command": sys.argv, "code": code_checksum(),
+            "torch": torch.__version__, "python": sys.version})
+        self.write_run()
         self.log = open_log(self.path / "log.txt", step)
-        if continues or self.cfg.init_from == "scratch":  # whose step 0 the seed brings back
+        if continues or self.cfg.init_from == "scratch":  # it is on the disk, or the seed makes it
             self.saved_step = step
+
+    def write_run(self, result=None):
+        """Write run.json: constants, data, starts and, at the end, the run's result."""
+        content = {"constants": asdict(self.cfg), "data": self.fingerprint, "starts": self.starts,
+                   "result": result}
+        text = json.dumps(content, indent=2)
+        if rank() == 0:
+            write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
     def save(self, state):
         """Begin to save a step, unless it is saved; training waits only until it is copied."""
-        if rank() != 0 or self.is_saved(state.step):  # which waits for the save before it
+        if rank() != 0 or self.wait_until_saved(state.step):
             return
         with contextlib.suppress(OSError):  # the log of these steps, before their checkpoint
             os.fsync(self.log.fileno())
         content = self.copy_to_host(state.state_dict() | {  # plain, for weights_only=True
-            "encoding": self.cfg.encoding, "constants": asdict(self.cfg), "data": self.data,
+            "encoding": self.cfg.encoding, "constants": asdict(self.cfg), "data": self.fingerprint,
             "code": code_checksum()})
-        trained = [name for name, _ in state.raw_model.named_parameters()]
-        self.saving = self.thread.submit(self.write_checkpoint, content, trained)
+        names = [name for name, _ in state.raw_model.named_parameters()]
+        self.saving = self.thread.submit(self.write_checkpoint, content, names)
 
-    def is_saved(self, step):  # waits for a save in progress
+    def wait_until_saved(self, step):
+        """Wait for a save in progress, which reads host_copies; return whether `step` is saved."""
         if self.saving:
             self.saving.result()
         return self.saved_step == step
 
     def copy_to_host(self, content):
         """content with its tensors copied; one that is in it twice, as tied weights are, once."""
-        before, self.host_copies = self.host_copies, {}  # the memory of the save before
+        old_copies, self.host_copies = self.host_copies, {}  # whose memory is used again
         def copied(part):
             if isinstance(part, dict):
                 return {key: copied(value) for key, value in part.items()}
@@ -958,18 +965,19 @@ class RunFolder:
                 return part
             key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
             if key not in self.host_copies:
-                there = before[key] if key in before else torch.empty_like(part, device="cpu")
-                self.host_copies[key] = there.copy_(part)
+                copy = old_copies.get(key)
+                copy = torch.empty_like(part, device="cpu") if copy is None else copy
+                self.host_copies[key] = copy.copy_(part)
             return self.host_copies[key]
         return copied(content)
 
-    def write_checkpoint(self, content, trained):
+    def write_checkpoint(self, content, names):
         """Write, verify, rename; then delete those that need not stay."""
         step, start = content["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
-            for name in trained:
-                # NumPy's: torch's starts OpenMP threads, with which steps took 1.5 times as long
+            for name in names:
+                # By NumPy: torch's starts OpenMP threads, with which steps took 1.5 times as long
                 if not np.isfinite(content["trained"][name].float().numpy()).all():
                     raise UserError(f"{name} is not finite")
             write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
@@ -987,7 +995,7 @@ class RunFolder:
         found = find_checkpoints(self.path)
         older = [old for old in found if old < step]
         losses = {old: loss for old, loss in read_streams(self.path)["val"] if old in found}
-        stay = {*older[:1], min(losses, key=losses.get, default=None)}
+        stay = {*older[:1], min(losses, key=losses.get, default=None)}  # the newest and the best
         for old in set(older) - stay:
             if not self.cfg.keep_every or old % self.cfg.keep_every or old == 0:
                 with contextlib.suppress(OSError):
@@ -996,19 +1004,24 @@ class RunFolder:
     def draw(self):
         """Draw in the background, if matplotlib is installed; a picture that waits is dropped."""
         if rank() == 0 and importlib.util.find_spec("matplotlib"):
-            self.drawing.cancel()
+            if self.drawing:
+                self.drawing.cancel()
             self.drawing = self.thread.submit(draw_curves, self.path)
 
 def open_log(path, step):
     """log.txt, to append to, without the lines from `step` on: those steps come again."""
-    file, kept = open(path, "ab", buffering=0), 0  # people tail it: no line waits
+    file = open(path, "ab", buffering=0)  # for tail -f
+    kept = 0  # bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # comments have none
+        number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # nan and inf, too; comments have none
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
         kept += len(line)
     file.truncate(kept)
     return file
+
+def read_run(folder):  # run.json
+    return json.loads(Path(folder, "run.json").read_text())
 
 def read_streams(folder):  # {stream: [(step, value)]} of log.txt
     path, streams = Path(folder, "log.txt"), defaultdict(list)
@@ -1018,7 +1031,8 @@ def read_streams(folder):  # {stream: [(step, value)]} of log.txt
     return streams
 
 def find_checkpoints(folder):  # {step: path}, newest first
-    numbers = {path: path.stem[11:] for path in Path(folder).glob("checkpoint_*.pt")}
+    paths = Path(folder).glob("checkpoint_*.pt")
+    numbers = {path: path.stem.removeprefix("checkpoint_") for path in paths}
     found = {int(number): path for path, number in numbers.items() if number.isdecimal()}
     return dict(sorted(found.items(), reverse=True))
 
@@ -1037,8 +1051,8 @@ def newest_checkpoint(folder):  # that is undamaged; None if there is none
 def best_checkpoint(folder):  # the newest; where validation rose again, the lowest's
     newest, found = newest_checkpoint(folder), find_checkpoints(folder)
     losses = {step: loss for step, loss in read_streams(folder)["val"] if step in found}
-    best = min(losses, key=losses.get, default=None)
-    return newest if best is None or best == max(losses) else found[best]
+    best, last = min(losses, key=losses.get, default=None), max(losses, default=None)
+    return newest if best == last else found[best]
 
 def read_checkpoint(path, mmap=True):
     """The content of a checkpoint. Checks the checksums, which torch ignores."""
@@ -1052,7 +1066,7 @@ def read_checkpoint(path, mmap=True):
 
 @lru_cache  # main() calls it first: the file may be edited while it trains
 def code_checksum():
-    """Of this file and of encodings, with docstrings, without comments and the constants."""
+    """Of the lines of this file and of encodings, without comments, Config, SMALL and FINETUNE."""
     source = Path(__file__).read_text(encoding="utf-8")
     lines = source.splitlines()
     for node in ast.parse(source).body:
@@ -1066,11 +1080,11 @@ def code_checksum():
 def is_of_other_code(saved):
     return saved.get("code", code_checksum()) != code_checksum()
 
-def check_same_training(saved, cfg, data):
-    """Raise UserError if a checkpoint is of another training than cfg's on this data."""
+def check_same_training(saved, cfg, fingerprint):
+    """Raise UserError if a checkpoint is of another training than cfg's on data like this."""
     # a constant newer than the run had its default
     before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
-    now = asdict(cfg) | {"data": data}
+    now = asdict(cfg) | {"data": fingerprint}
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > max(before["max_steps"], saved["step"]):
         changed.discard("max_steps")
@@ -1090,13 +1104,15 @@ def set_up(cfg, device):  # what train() works with; raises UserError
         rows = cfg.epochs * train_loader.rows_per_epoch
         cfg.max_steps = next(n for n in itertools.count(1) if rows_before(cfg, n) >= rows)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
-    pick_attention(cfg, device, dtype)
+    set_attention(cfg, device, dtype)
     folder = RunFolder(cfg, fingerprint_of(train_loader))
-    path = newest_checkpoint(folder.path) if rank() == 0 else None
-    path, saved = from_rank_0(path), {}  # a shared disk may show ranks different files
-    if path:  # not mapped on a CPU: there AdamW keeps the tensors it is given
-        saved = read_checkpoint(path, mmap=device.type != "cpu")
-        check_same_training(saved, cfg, folder.data)
+    paths, saved = [newest_checkpoint(folder.path) if rank() == 0 else None], {}
+    if world_size() > 1:  # a shared disk may show ranks different files
+        dist.broadcast_object_list(paths)
+    if paths[0]:
+        # not mapped on a CPU, where AdamW would keep the mapped tensors
+        saved = read_checkpoint(paths[0], mmap=device.type != "cpu")
+        check_same_training(saved, cfg, folder.fingerprint)
     raw_model = build_model(cfg, encoding, saved).to(device)
     state = build_state(raw_model, cfg, dtype, saved)
     folder.begin(state.step, continues=bool(saved))
@@ -1110,8 +1126,8 @@ def set_up(cfg, device):  # what train() works with; raises UserError
         cfg=cfg, state=state, device=device, encoding=encoding, autocast=autocast,
         ddp_model=ddp_model, train_loader=train_loader, val_loader=val_loader,
         tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
-        hellaswag=hellaswag_scorer(cfg, state.eval_model, encoding, autocast),
-        folder=folder, signal_came=catch_signals(cfg))
+        hellaswag=hellaswag_questions(cfg, state.eval_model, encoding),
+        folder=folder, signal_came=catch_signals())
     describe(run, dtype, compiled)
     if is_of_other_code(saved):
         print0(f"!!! train_gpt2.py was edited: from step {state.step} on, other code continues.")
@@ -1136,13 +1152,13 @@ def build_model(cfg, encoding, saved=None):
             raise UserError(f"init_from={cfg.init_from} has {c.n_vocab} tokens and a context of "
                             f"{c.block_size}: change encoding or T.")
         read_weights.cache_clear()  # or every process would hold them twice
-    # Freeze parts here, say: every start passes, before a checkpoint's weights are loaded
+    # To freeze parts, do it here: every start passes, before a checkpoint's weights are loaded
     return raw_model
 
 def build_state(raw_model, cfg, dtype, saved):
     """A new State, or a checkpoint's. Raises UserError."""
-    bf16 = dtype == torch.bfloat16  # in float16, Muon's products would overflow
-    optimizers = configure_optimizers(raw_model, cfg, dtype if bf16 else torch.float32)
+    muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
+    optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
     check_parameters(raw_model, optimizers)
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
@@ -1172,7 +1188,7 @@ def describe(run, dtype, compiled):
     groups = [f"{sum(p.numel() for p in group['params']):,} in {len(group['params'])} tensors by "
               f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0.0)}"
               for optimizer in run.state.optimizers for group in optimizer.param_groups]
-    print0(f"data      {cfg.data}: {run.folder.data}\n"
+    print0(f"data      {cfg.data}: {run.folder.fingerprint}\n"
            f"model     {sum(p.numel() for p in model.parameters()):,} parameters, "
            f"init_from={cfg.init_from}: {model.config}\n"
            f"training  {cfg.max_steps:,} steps of {rows * cfg.T:,} tokens, {epochs:.2f} epochs\n"
@@ -1189,16 +1205,16 @@ def report(run, step, stream, value):
     if rank() == 0:
         with contextlib.suppress(OSError):  # a full disk
             run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
-    run.said.append(f"{stream} {value:.4f}")
+    run.unsaid.append(f"{stream} {value:.4f}")
 
 def print_line(run, step, more=""):  # what was reported of a step
-    if run.said:
-        print0(f"{step:5d}/{run.cfg.max_steps} {' '.join(run.said)}{more}")
-    run.said.clear()
+    if run.unsaid:
+        print0(f"{step:5d}/{run.cfg.max_steps} {' '.join(run.unsaid)}{more}")
+    run.unsaid.clear()
 
 def over_all_processes(run, loss, norm):
     """(Mean loss, gradient's norm, whether a signal came to one of them); waits for the GPU."""
-    signal_came = torch.full_like(loss, run.signal_came.is_set())  # made there: a copy would wait
+    signal_came = torch.full_like(loss, run.signal_came.is_set())  # filled there: copies would wait
     mine = torch.stack((loss, norm, signal_came))
     everyones = [mine.clone() for _ in range(world_size())]
     if world_size() > 1:
@@ -1212,21 +1228,23 @@ def over_all_processes(run, loss, norm):
     return sum(losses) / len(losses), norms[0], max(signals) > 0
 
 def check_step(run, loss, norm):  # whether the run still learns
-    scaler = run.state.scaler  # float16's skips infinite norms, until its scale has come down to 0
+    scaler = run.state.scaler  # in float16 an infinite norm only skips a step, until its scale is 0
     norm_is_fine = math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() > 0)
     if math.isfinite(loss) and abs(loss) < 1e4 and norm_is_fine:
         return
-    raise UserError(
+    failure = (
         f"Step {run.state.step - 1} has loss {loss:g} and gradient norm {norm:g}. Most often "
         "--max_lr is too high; it may also be the data (ids beyond the vocabulary, zeros), float16,"
         " an edit, or cuDNN's attention, which TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To go on "
         f"from before it: --init_from={run.cfg.log_dir}/checkpoint_....pt, another --log_dir.")
+    run.folder.write_run({"failed": failure})
+    raise UserError(failure)
 
 def report_step(run, loss, norm):
     cfg, step, seconds = run.cfg, run.state.step - 1, run.step_seconds[-1]
     report(run, step, "train", loss)
     if not cfg.print_every or step % cfg.print_every:
-        run.said.clear()
+        run.unsaid.clear()
         return
     rate = (rows_before(cfg, step + 1) - rows_before(cfg, step)) * cfg.T / seconds
     more = f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms {rate:,.0f} tok/s"
@@ -1238,16 +1256,16 @@ def report_step(run, loss, norm):
 
 def validate(run):
     if run.validated_step < 0:
-        check_loss(run)
+        warn_of_other_loss(run)
     loss = validation_loss(run, run.val_loader)
     report(run, run.state.step, "val", loss)
-    run.said[-1] += f" ({loss * run.tokens_per_byte / math.log(2):.4f} bits per byte)"
+    run.unsaid[-1] += f" ({loss * run.tokens_per_byte / math.log(2):.4f} bits per byte)"
     run.validated_step = run.state.step
 
 @torch.no_grad()
-def check_loss(run):  # or "val" would be something else than the cross-entropy
+def warn_of_other_loss(run):  # if "val" is not the cross-entropy
     x, y = run.val_loader.batch(0, 1, run.device)
-    with run.autocast(), torch.compiler.set_stance("force_eager"):  # or this shape is compiled
+    with run.autocast(), torch.compiler.set_stance("force_eager"):  # not to compile for one row
         logits, loss = run.state.eval_model(x, y)
     more = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
     if abs(more) > 1e-4 * max(1.0, loss.item()):
@@ -1257,7 +1275,7 @@ def check_loss(run):  # or "val" would be something else than the cross-entropy
 def draw_curves(folder):
     """curves.png of log.txt against tokens: losses in one panel, each other stream in its own."""
     from matplotlib.figure import Figure  # not pyplot, which wants a display
-    cfg = Config(**json.loads(Path(folder, "run.json").read_text())["constants"])
+    cfg = Config(**read_run(folder)["constants"])
     streams, panels = read_streams(folder), defaultdict(list)
     for name in streams:
         panels["loss, nats per token" if name in ("train", "val") else name].append(name)
@@ -1281,7 +1299,7 @@ def draw_curves(folder):
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
 
-# cuDNN's attention takes up to half a second to plan for each new shape, as samples are
+# All but cuDNN's attention, which plans up to half a second for each new length of a sample
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(model, encoding, cfg, seed):
     """sample_prompt and how the model continues it, up to where it ends the text."""
@@ -1309,6 +1327,7 @@ def sample_only(cfg, device):
         if name is None:
             raise UserError(f"log_dir={cfg.log_dir} holds no weights: train, or take --init_from.")
         data = read_checkpoint(name)["constants"]["data"]
+        # input.txt may be the default
         if is_text(cfg.data) and Path(cfg.data).name not in (Path(data).name, "input.txt"):
             raise UserError(f"log_dir={cfg.log_dir} holds a run on {data}, not on {cfg.data}: name "
                             "that one's --log_dir.")
@@ -1318,23 +1337,18 @@ def sample_only(cfg, device):
     for i in range(cfg.sample):
         print0(sample_text(model.to(device), encoding, cfg, seed=cfg.seed + i) + "\n---")
 
-def hellaswag_scorer(cfg, model, encoding, autocast):  # a function that returns acc_norm, or None
+def hellaswag_questions(cfg, model, encoding):
     if not cfg.hellaswag_every:
         return None
     import hellaswag
-    examples = []
-    try:
-        if rank() == 0:
-            examples = list(hellaswag.iterate_examples("val"))
-    except UserError as e:
-        print0(f"HellaSwag is off: {e}")
-    questions = hellaswag.prepare(from_rank_0(examples), model, encoding.encode_ordinary)
-    def acc_norm():
-        with autocast():
-            return hellaswag.evaluate(model, questions).acc_norm
-    return acc_norm if questions.batches else None
+    return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
 
-# ---- the end of a run: its last step saved, its best weights exported
+def hellaswag_score(run):  # acc_norm
+    import hellaswag
+    with run.autocast():
+        return hellaswag.evaluate(run.state.eval_model, run.hellaswag).acc_norm
+
+# ---- the end of a run: its last step saved, its best weights exported, its result
 def finish(run):
     """End the run: save it and, unless a signal came, leave its best weights in log_dir/hf."""
     cfg, step = run.cfg, run.state.step
@@ -1343,7 +1357,7 @@ def finish(run):
         validate(run)
         print_line(run, step)
     run.folder.save(run.state)
-    if rank() == 0 and not run.folder.is_saved(step):
+    if rank() == 0 and not run.folder.wait_until_saved(step):
         raise UserError(f"Step {step} is not saved ({run.folder.failure}): make room, and the same "
                         "command continues.")
     if run.stopping:
@@ -1355,28 +1369,40 @@ def finish(run):
         elif cfg.max_steps:
             print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
                    "To train on: a larger --max_steps.")
+        show_result(run)
+
+def show_result(run):
+    """Print what came out, each stream's last value for one; keep it in run.json."""
+    cfg, state, streams = run.cfg, run.state, read_streams(run.folder.path)
+    result = {stream: points[-1][1] for stream, points in streams.items()}
+    if "val" in result:
+        bits = result["val"] * run.tokens_per_byte / math.log(2)
+        step, loss = min(streams["val"], key=lambda point: point[1])
+        result |= {"bits_per_byte": round(bits, 6), "lowest_val": loss, "lowest_step": step,
+                   "best_weights": str(best_checkpoint(run.folder.path))}
+    result |= {"steps": state.step, "tokens": rows_before(cfg, state.step) * cfg.T,
+               "parameters": sum(p.numel() for p in state.raw_model.parameters()),
+               "seconds_per_step": round(statistics.median(run.step_seconds or [0]), 4)}
+    if run.device.type == "cuda":
+        result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
+    run.folder.write_run(result)
+    print0("\n".join(f"{name:18}{value}" for name, value in result.items()))
 
 def export(run):
     """Leave the best weights in log_dir/hf; a model that is no GPT-2 any more only gets a line."""
-    path, step = run.folder.path, run.state.step
-    losses = dict(read_streams(path)["val"])
+    path = run.folder.path
     try:
         model, best = run.state.eval_model, best_checkpoint(path)
-        if best:  # none of a new model with max_steps=0
+        if best:  # None if nothing was trained (max_steps=0)
             model, _ = load_weights(str(best), **model_constants(run.cfg))
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {best or 'the model'} to {path / 'hf'}/, for transformers, hellaswag.py")
     except Exception as e:  # transformers may be missing, too
         print0(f"Not exported: {e if isinstance(e, UserError) else first_line(e)}.")
-    lowest = min(losses, key=losses.get, default=step)
-    if lowest != step:
-        print0(f"Validation was lowest at step {lowest}, {losses[lowest]:.4f}: "
-               f"{find_checkpoints(path).get(lowest, 'it was not saved')}")
 
 # ---- Hugging Face: weights come from its GPT-2 and go to it if it computes what ours does
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) there, (out, in) here
 ON_THE_HUB = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")  # without an owner
-PROBE = "Don't stop . it's\n\n\t 'LL we'Ll naïve 日本語 🙂  1234567 x=[1, 2];\r\n   return !?\n \n"
 
 @lru_cache(maxsize=1)  # settings and model ask for the same
 def read_weights(name):
@@ -1416,7 +1442,7 @@ def load_weights(name, **constants):
 def check_same_function(ours, hf, end_of_text):  # on the CPU; ValueError if logits differ
     c = ours.config
     idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = end_of_text  # or attention within documents would not show
+    idx[0, c.block_size // 2] = end_of_text  # shows a model that attends within documents only
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:
@@ -1437,7 +1463,7 @@ def load_hugging_face(name):
             raise ValueError(f"{key} is not in both models")
         for key, weight in source.items():
             weight = weight.t() if key.endswith(TRANSPOSED) else weight
-            target[key][:len(weight)] = weight  # the embedding is padded here
+            target[key][:len(weight)] = weight  # in raw_model, whose embedding is padded
         check_same_function(raw_model, hf, end_of_text=c.vocab_size - 1)
     except Exception as e:  # files and networks may raise anything
         raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}).") from None
@@ -1446,7 +1472,8 @@ def load_hugging_face(name):
 def save_hugging_face(raw_model, folder, encoding=None):
     """Write a folder that transformers loads, if it computes the same; with its tokenizer."""
     import transformers
-    c, end = raw_model.config, encoding.eot_token if encoding else raw_model.config.n_vocab - 1
+    c = raw_model.config
+    end = encoding.eot_token if encoding else c.n_vocab - 1
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
         n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
@@ -1468,33 +1495,6 @@ def save_hugging_face(raw_model, folder, encoding=None):
     hf.save_pretrained(folder, max_shard_size="50GB")
     if encoding:
         tokenizer.save_pretrained(folder)
-
-def hugging_face_tokenizer(encoding, context):
-    """A tiktoken encoding as a transformers tokenizer. Raises ValueError."""
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-    parts, letters = encoding_parts(encoding.name), bytes_to_unicode()
-    ids = {"".join(letters[byte] for byte in token): i
-           for token, i in parts["mergeable_ranks"].items()}
-    merges = generate_merges(ids, {token: -i for token, i in ids.items()})  # lowest ids first
-    special = {i: token for token, i in parts["special_tokens"].items()}
-    for i in set(range(encoding.n_vocab)) - set(ids.values()):  # cl100k_base has unused ids
-        ids[special.setdefault(i, f"<|unused{i}|>")] = i
-    backend = Tokenizer(models.BPE(ids, merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if merges:  # "}+" is possessive in tiktoken, and "again" in tokenizers
-        pieces = pre_tokenizers.Split(Regex(parts["pat_str"].replace("}+", "}")), "isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
-    backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(special[i], normalized=False) for i in sorted(special)])
-    if backend.encode(PROBE).ids != encoding.encode_ordinary(PROBE):
-        raise ValueError(f"it has no {encoding.name} tokenizer")
-    end = special[encoding.eot_token]
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end,
-        model_max_length=context, clean_up_tokenization_spaces=False)
-
 
 if __name__ == "__main__":
     main()

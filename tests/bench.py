@@ -335,10 +335,10 @@ def memory():
 
 # ---- guard: what users feel
 def ready_side():  # CPU seconds that a start spends on HellaSwag's questions
-    h.DATA, encoding = QUESTIONS.resolve(strict=True), t.get_encoding("gpt2")
+    h.DATA = QUESTIONS.resolve(strict=True)
     model = t.GPT(t.GPTConfig(n_layer=1, n_head=1, n_embd=8))
     start = time.process_time()
-    t.hellaswag_scorer(t.Config(), model, encoding, autocast=None)
+    h.prepare_for_training(model, h.gpt2_encode)
     return time.process_time() - start
 
 def large_model():  # a random 124M on the CPU, and the context that it runs in
@@ -386,7 +386,7 @@ def save_side(**constants):  # seconds that training waits, of a plain write, of
         for _ in range(5):
             run.state.step += 1
             stall = seconds_of(run.folder.save, run.state)
-            whole = stall + seconds_of(run.folder.is_saved, run.state.step)
+            whole = stall + seconds_of(run.folder.wait_until_saved, run.state.step)
             size = t.newest_checkpoint(run.folder.path).stat().st_size
             blocks = [block] * (size // len(block))
             plain = seconds_of(t.write_whole, Path("plain"), lambda file: file.writelines(blocks))

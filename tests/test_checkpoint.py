@@ -161,10 +161,11 @@ def test_a_checkpoint_is_finite_and_verified_before_it_has_its_name(tmp_path, ca
     weights["weight"] = torch.zeros(1)
     with mock.patch.object(torch, "save", lambda content, file: file.write(b"damaged")):
         folder.write_checkpoint(content, ["weight"])
-    assert names(tmp_path) == before and not folder.is_saved(15)
+    assert names(tmp_path) == before and not folder.wait_until_saved(15)
     assert capsys.readouterr().out.count("NOT SAVED at step 15") == 3
     folder.write_checkpoint(content, ["weight"])
-    assert folder.is_saved(15) and names(tmp_path) == ["checkpoint_00010.pt", "checkpoint_00015.pt"]
+    assert folder.wait_until_saved(15)
+    assert names(tmp_path) == ["checkpoint_00010.pt", "checkpoint_00015.pt"]
 
 
 def test_a_checkpoint_made_on_a_gpu_is_read_without_one(reference, tmp_path, monkeypatch):
@@ -194,7 +195,7 @@ def test_a_second_ctrl_c_ends_at_once(halfway, reference):
     folder = halfway("impatient")
     run = Forked(folder, arrange={"signal_at": (signal.SIGINT, 16, 16)})
     assert run.wait() == 130 and not run.err and (16, "train") not in read_log(folder)
-    assert f"nded at once. What stays: {folder}/checkpoint_00015.pt" in run.out.splitlines()[-1]
+    assert run.out.splitlines()[-1].startswith("Ended at once. The newest checkpoint stays")
     run = succeed(Forked(folder, arrange={"signal_at": (signal.SIGTERM, 18, 18)}))
     assert "Stopped by a signal after 19 steps" in run.out
     succeed(Forked(folder))
@@ -386,7 +387,9 @@ def test_where_validation_rises_the_best_weights_stay_and_are_exported(place, is
     folder, best = run.log_dir, run.log_dir / "checkpoint_00010.pt"
     assert names(folder) == [best.name, "checkpoint_00025.pt", LAST]
     assert f"exported {best} to" in run.out
-    assert f"Validation was lowest at step 10, 1.0000: {best}\n" in run.out
+    result = json.loads((folder / "run.json").read_text())["result"]
+    assert result["lowest_val"] == 1 and result["lowest_step"] == 10 and result["val"] == 3
+    assert result["best_weights"] == str(best) and f"\nbest_weights      {best}\n" in run.out
     exported = t.load_weights(str(folder / "hf"))[0].state_dict()
     torch.testing.assert_close(exported, dict(load(best)["model"]), rtol=0, atol=0)
     assert t.best_checkpoint(folder) == best

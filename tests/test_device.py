@@ -138,7 +138,7 @@ def test_what_each_dtype_needs(tmp_path, monkeypatch, dtype):
     assert compiled.called == (dtype != "float32")
     flash.assert_called_once_with(dtype != "bfloat16")  # T is 16
     cudnn.assert_called_once_with(dtype != "float16")
-    t.pick_attention(t.Config(), torch.device("cpu"), torch.bfloat16)
+    t.set_attention(t.Config(), torch.device("cpu"), torch.bfloat16)
     flash.assert_called_with(True)
     with run.autocast():
         assert str(run.state.raw_model.lm_head(torch.ones(16)).dtype) == f"torch.{dtype}"

@@ -60,12 +60,22 @@ def test_curves_show_what_matters(tmp_path, monkeypatch):
 
 
 def test_a_run_describes_itself(tmp_path):
-    """Constants, versions, and the command of each start, for json and for people."""
+    """Constants, versions, the command of each start and, at the end, the result, which is also
+    the last thing that it says: for json and for people."""
     write_text(tmp_path)
     succeed(Forked(tmp_path / "log", max_steps=4, arrange={"signal_at": (signal.SIGTERM, 0)}))
-    succeed(Forked(tmp_path / "log", max_steps=4))
+    assert t.read_run(tmp_path / "log")["result"] is None  # stopped
+    ended = succeed(Forked(tmp_path / "log", max_steps=4))
     text = (tmp_path / "log" / "run.json").read_text()
     run = json.loads(text)
+    result, losses = run["result"], dict(t.read_streams(tmp_path / "log")["val"])
+    assert ended.out.endswith("".join(f"{name:18}{value}\n" for name, value in result.items()))
+    assert result["val"] == losses[4] and result["lowest_val"] == min(losses.values())
+    assert losses[result["lowest_step"]] == result["lowest_val"] and result["steps"] == 4
+    assert result["bits_per_byte"] == pytest.approx(losses[4] / math.log(2), abs=1e-6)  # of bytes
+    assert result["tokens"] == 4 * run["constants"]["total_batch_size"]
+    assert result["best_weights"].endswith("checkpoint_00004.pt") and result["seconds_per_step"] > 0
+    assert "tokens in 1 file(s) #" in run["data"]
     assert set(run["constants"]) == set(t.Config.__dataclass_fields__)
     assert run["constants"]["n_embd"] == 16 and text.count("\n") > 40
     first, second = run["starts"]
@@ -80,7 +90,7 @@ def step_399(monkeypatch, *others, float16=False):
     monkeypatch.setattr(t.dist, "all_gather", lambda everyones, mine: everyones.__setitem__(
         slice(None), [mine, *map(torch.tensor, others)]))
     run = MagicMock(cfg=t.Config(max_steps=1000, total_batch_size=2000, T=10, max_lr=7.15e-4),
-                    said=[], step_seconds=deque([1.0, 1.0, 90.0, 1.0, 2.0]))
+                    unsaid=[], step_seconds=deque([1.0, 1.0, 90.0, 1.0, 2.0]))
     run.state.step = 400
     run.signal_came.is_set.return_value = False
     run.state.scaler.is_enabled.return_value = float16
@@ -102,7 +112,7 @@ def test_the_numbers_of_a_step(monkeypatch, capsys):
     run.cfg.print_every, run.folder.log.write.side_effect = 2, OSError("No space left")
     t.report_step(run, 2.5, 0.75)
     t.print_line(run, 400)
-    assert capsys.readouterr().out == "" and not run.said
+    assert capsys.readouterr().out == "" and not run.unsaid
 
 
 def test_processes_agree_on_a_step(monkeypatch):
@@ -129,6 +139,7 @@ def test_what_ends_a_run(monkeypatch, loss, norm, float16, ends):
     said = f"Step 399 has loss {loss:g} and .* norm {norm:g}.*" + ".*".join(suspects)
     with pytest.raises(t.UserError, match=said) if ends else contextlib.nullcontext():
         t.check_step(run, loss, norm)
+    assert bool(run.folder.write_run.call_args_list) == ends  # {"failed": ...}, for run.json
 
 
 def test_the_first_lines_count_epochs_and_what_is_trained(capsys):

@@ -184,22 +184,28 @@ def test_restarted_processes_do_not_meet_the_dead(monkeypatch):
 
 
 def test_rank_0_alone_has_the_questions(monkeypatch, capsys):
-    """The others would download them, too, or score nothing. Without any, training goes on."""
-    question, seen, autocast = dict(ctx="a w", endings=[*"bcde"], label=0), [], MagicMock()
+    """The others would download them, too, or score nothing. Without any, training goes on. What is
+    scored is eval_model as it is then, in the run's autocast."""
+    question, seen = dict(ctx="a w", endings=[*"bcde"], label=0), []
     model, encoding = small(), t.get_encoding("bytes")
     monkeypatch.setattr(hellaswag, "iterate_examples", get := mock.Mock(return_value=[question]))
-    monkeypatch.setattr(hellaswag, "evaluate", lambda model, questions: hellaswag.Score(
-        acc=0.2, acc_norm=questions.batches[0][1].max(), total=1, cut=0))  # the largest id
-    assert t.hellaswag_scorer(t.Config(), model, encoding, autocast)() == ord("w") and get.called
+    questions = t.hellaswag_questions(t.Config(), model, encoding)
+    assert questions.batches[0][1].max() == ord("w")  # the largest id
     get.side_effect = t.UserError("no network today")
     for cfg in (t.Config(), t.Config(hellaswag_every=0)):
-        assert t.hellaswag_scorer(cfg, model, encoding, autocast) is None
+        assert t.hellaswag_questions(cfg, model, encoding) is None
     assert capsys.readouterr().out == "HellaSwag is off: no network today\n"
-    monkeypatch.setattr(t, "rank", lambda: 1)
-    monkeypatch.setattr(t, "from_rank_0", lambda value: seen.append(value) or [question])
+    monkeypatch.setattr(hellaswag, "ranks", lambda: (1, 2))
+    monkeypatch.setattr(hellaswag.dist, "broadcast_object_list",
+                        lambda values: seen.append(values[0]) or values.__setitem__(0, [question]))
     get.reset_mock()
-    assert t.hellaswag_scorer(t.Config(), model, encoding, autocast)() == ord("w")
-    assert seen == [[]] and autocast().__enter__.called and not get.called
+    assert t.hellaswag_questions(t.Config(), model, encoding).labels.tolist() == [0]
+    assert seen == [[]] and not get.called
+    score = hellaswag.Score(acc=0.2, acc_norm=0.3, total=1, cut=0)
+    monkeypatch.setattr(hellaswag, "evaluate", evaluate := mock.Mock(return_value=score))
+    run = MagicMock()
+    assert t.hellaswag_score(run) == 0.3 and run.autocast().__enter__.called
+    evaluate.assert_called_once_with(run.state.eval_model, run.hellaswag)
 
 
 def test_the_order_of_things(monkeypatch):
@@ -216,7 +222,7 @@ def test_the_order_of_things(monkeypatch):
         return 2.5, 0.75
     for name in ("validate", "print_line", "print_sample", "check_step", "report_step", "finish"):
         monkeypatch.setattr(t, name, lambda *_, name=name: seen.append(name))
-    run.hellaswag.side_effect = lambda: seen.append("hellaswag")
+    monkeypatch.setattr(t, "hellaswag_score", lambda run: seen.append("hellaswag"))
     monkeypatch.setattr(t, "train_step", train_step)
     monkeypatch.setattr(t, "over_all_processes", lambda run, *of_step: (*of_step, state.step == 9))
     monkeypatch.setattr(t, "report", lambda run, step, stream, *_: seen.append(stream))
