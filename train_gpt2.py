@@ -425,7 +425,10 @@ class State:
     raw_model: nn.Module
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; idle otherwise
-    step: int = 0                 # optimizer steps done
+    step: int = 0                 # optimizer steps done; a number of your own is saved as it is
+
+    def __post_init__(self):  # keeps the groups' peaks, as a checkpoint's lr replaces them
+        self.peak_lrs = [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
 
     @property
     def eval_model(self):
@@ -434,6 +437,8 @@ class State:
 
     def state_dict(self):
         return {"step": self.step,
+                "numbers": {name: value for name, value in vars(self).items()
+                            if isinstance(value, (int, float, str))},
                 "model": self.eval_model.state_dict(),
                 "trained": self.raw_model.state_dict(),  # the same tensors, unless averaged
                 "gpt_config": asdict(self.raw_model.config),
@@ -442,7 +447,7 @@ class State:
                 "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, saved):
-        self.step = saved["step"]
+        vars(self).update({"step": saved["step"]} | saved.get("numbers", {}))
         names = [type(optimizer).__name__ for optimizer in self.optimizers]
         if saved.get("optimizer_names", names) != names:
             raise ValueError(f"its optimizers are {saved['optimizer_names']}, here are {names}")
@@ -531,11 +536,10 @@ def train_step(run):
 
 def step_optimizers(state, cfg, counted_share):
     """Divide gradients by counted_share, clip them, step. Returns their norm before clipping."""
-    for optimizer in state.optimizers:
+    for optimizer, lrs in zip(state.optimizers, state.peak_lrs):
         state.scaler.unscale_(optimizer)
-        for group in optimizer.param_groups:
-            peak = group.setdefault("initial_lr", group["lr"])  # torch's name for it
-            group["lr"] = peak * get_lr(state.step, cfg) / cfg.max_lr
+        for group, lr in zip(optimizer.param_groups, lrs):
+            group["lr"] = lr * get_lr(state.step, cfg) / cfg.max_lr
     gradients = [p.grad for p in state.raw_model.parameters() if p.grad is not None]
     norm = nn.utils.get_total_norm(gradients) / counted_share
     longest = cfg.grad_clip or math.inf
@@ -636,7 +640,8 @@ def choose_settings(flags):
         decided = {key: value for key, value in config.items() if key in asdict(Config())}
         decided |= {"encoding": encoding} if encoding else {}
         for constant in flags.keys() & decided.keys():
-            raise UserError(f"init_from={init_from} decides {constant}: leave out --{constant}.")
+            if str(flags[constant]) != str(decided[constant]):
+                raise UserError(f"init_from={init_from} decides {constant}: leave out --{constant}")
         if preset_name == "FINETUNE":  # these two give way to flags
             decided["T"] = min(preset["T"], 2 ** int(math.log2(config["block_size"])))
             decided["max_lr"] = preset["max_lr"] / config["n_embd"]
@@ -810,7 +815,6 @@ def set_attention(cfg, device, dtype):
     torch.backends.cuda.enable_flash_sdp(not short)  # in spite of its name for CPUs, too
     # cuDNN's, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some kernels
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
-
 
 # ---- opening data: damaged shards or other tokens would train a bad model
 def padded(n_vocab):  # to a multiple of 128, which GPUs multiply faster
@@ -1067,9 +1071,8 @@ def read_checkpoint(path, mmap=True):
 @lru_cache  # main() calls it first: the file may be edited while it trains
 def code_checksum():
     """Of the lines of this file and of encodings, without comments, Config, SMALL and FINETUNE."""
-    source = Path(__file__).read_text(encoding="utf-8")
-    lines = source.splitlines()
-    for node in ast.parse(source).body:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    for node in ast.parse("\n".join(lines)).body:
         names = [ast.unparse(target) for target in getattr(node, "targets", [])]
         if {"Config", "SMALL", "FINETUNE"}.intersection([getattr(node, "name", ""), *names]):
             lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
@@ -1224,7 +1227,8 @@ def over_all_processes(run, loss, norm):
     if max(norms) - min(norms) > 1e-5 * max(norms):
         raise UserError(f"In step {run.state.step - 1} gradients have norms from {min(norms):.7g} "
                         f"to {max(norms):.7g}: processes changed them differently, and would train "
-                        "different models. What is added to gradients must be the same on all.")
+                        "different models. What is added to gradients must be the same on "
+                        "all; parameters without a gradient, as of an idle expert, need zeros.")
     return sum(losses) / len(losses), norms[0], max(signals) > 0
 
 def check_step(run, loss, norm):  # whether the run still learns
@@ -1261,6 +1265,7 @@ def validate(run):
     report(run, run.state.step, "val", loss)
     run.unsaid[-1] += f" ({loss * run.tokens_per_byte / math.log(2):.4f} bits per byte)"
     run.validated_step = run.state.step
+    return loss
 
 @torch.no_grad()
 def warn_of_other_loss(run):  # if "val" is not the cross-entropy
@@ -1321,27 +1326,22 @@ def print_sample(run):
 
 def sample_only(cfg, device):
     """--sample=N: print N samples of the weights in log_dir, or of init_from's."""
-    name = cfg.init_from
+    name, trained_on = cfg.init_from, ""
     if name == "scratch":
         name = best_checkpoint(cfg.log_dir)
         if name is None:
             raise UserError(f"log_dir={cfg.log_dir} holds no weights: train, or take --init_from.")
-        data = read_checkpoint(name)["constants"]["data"]
-        # input.txt may be the default
-        if is_text(cfg.data) and Path(cfg.data).name not in (Path(data).name, "input.txt"):
-            raise UserError(f"log_dir={cfg.log_dir} holds a run on {data}, not on {cfg.data}: name "
-                            "that one's --log_dir.")
+        trained_on = f", trained on {read_checkpoint(name)['constants']['data']}"
     model, encoding = load_weights(str(name), **model_constants(cfg))
     encoding = encoding or get_encoding(cfg.encoding)
-    print0(f"Samples of {name}:")
+    print0(f"Samples of {name}{trained_on}:")
     for i in range(cfg.sample):
         print0(sample_text(model.to(device), encoding, cfg, seed=cfg.seed + i) + "\n---")
 
 def hellaswag_questions(cfg, model, encoding):
-    if not cfg.hellaswag_every:
-        return None
-    import hellaswag
-    return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
+    if cfg.hellaswag_every:
+        import hellaswag
+        return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
 
 def hellaswag_score(run):  # acc_norm
     import hellaswag
@@ -1398,7 +1398,7 @@ def export(run):
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {best or 'the model'} to {path / 'hf'}/, for transformers, hellaswag.py")
     except Exception as e:  # transformers may be missing, too
-        print0(f"Not exported: {e if isinstance(e, UserError) else first_line(e)}.")
+        print0(f"Not exported: {first_line(e)}.")
 
 # ---- Hugging Face: weights come from its GPT-2 and go to it if it computes what ours does
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) there, (out, in) here

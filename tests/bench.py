@@ -488,7 +488,7 @@ def duties_side(**constants):  # seconds of a step, and of duties as one rank of
         {"ctx": "a" * (10 + i % 71), "endings": ["b" * (5 + i % 49)] * 4, "label": 0}
         for i in range(n)]
     with training_run(**constants, val_tokens=tokens, hellaswag_every=250) as run:
-        duties = (lambda: t.validation_loss(run, run.val_loader), run.hellaswag,
+        duties = (lambda: t.validation_loss(run, run.val_loader), lambda: t.hellaswag_score(run),
                   lambda: t.print_sample(run))
         return [*median_seconds(lambda: t.over_all_processes(run, *t.train_step(run)), **TIMES),
                 *median_seconds(*duties, repeats=3, warmup=1)]

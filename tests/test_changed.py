@@ -224,7 +224,8 @@ def averaged_weights(arrange, decay):
     @dataclasses.dataclass
     class Averaged(arrange.t.State):
         def __post_init__(self):
-            self.average = copy.deepcopy(self.raw_model)
+            super().__post_init__()
+            self.average, self.moved = copy.deepcopy(self.raw_model), 0.0
 
         eval_model = property(lambda self: self.average)
 
@@ -232,6 +233,7 @@ def averaged_weights(arrange, decay):
         result, trained = real(run), run.state.raw_model.parameters()
         for mean, p in zip(run.state.average.parameters(), trained, strict=True):
             mean.data.lerp_(p.data, 1 - decay)
+        run.state.moved += result[1].item()  # a number of one's own
         return result
     real, arrange.t.train_step, arrange.t.State = arrange.t.train_step, train_step, Averaged
 

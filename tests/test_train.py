@@ -90,7 +90,8 @@ def test_weights_decide_their_shape_and_a_text_is_what_they_are_tuned_to(folder,
     cfg, _ = t.choose_settings(given | {"T": "32", "max_steps": "7"})  # not so many epochs
     assert (cfg.T, cfg.max_steps, cfg.epochs) == (32, 7, 0)
     with pytest.raises(t.UserError, match="init_from=weights decides n_embd: "):
-        t.choose_settings(given | {"n_embd": "12"})
+        t.choose_settings(given | {"n_embd": "24"})
+    assert t.choose_settings(given | {"n_embd": "12"})[0].n_embd == 12  # as a run that continues
 
 
 def test_training_is_a_plain_loop(folder):

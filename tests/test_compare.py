@@ -1,0 +1,53 @@
+"""Runs as a table: what is a row, what its noise is, and what that allows to say."""
+import json
+import math
+
+import compare
+import pytest
+
+
+def write_run(folder, val, code=1, **constants):
+    """A finished run's folder; val None: an unfinished one's."""
+    folder.mkdir()
+    result = val and {"val": val, "bits_per_byte": 2 * val, "steps": 20, "tokens": 4000,
+                      "parameters": 7, "seconds_per_step": 0.1}
+    constants = {"seed": int(folder.name[-1]), "log_dir": str(folder), "max_lr": 0.1} | constants
+    (folder / "run.json").write_text(json.dumps({
+        "constants": constants, "data": "a text", "starts": [{"code": code}], "result": result}))
+    (folder / "log.txt").write_text(f"0 val 9.0\n10 val 3.0\n20 val {val}\n")
+
+
+def test_a_row_is_what_differs_in_the_seed_alone_and_noise_is_pooled(tmp_path, capsys, monkeypatch):
+    """Two seeds that lie close by chance would make any difference look large."""
+    monkeypatch.chdir(tmp_path)
+    for name, val, more in (
+            ("a1", 2.0, {}), ("a2", 2.2, {}), ("a3", 2.1, {}), ("b1", 2.11, dict(code=2)),
+            ("b2", 2.11, dict(code=2)), ("c1", 1.0, dict(max_lr=0.2)), ("d1", None, {}),
+            ("e1", None, {})):
+        write_run(tmp_path / name, val, **more)
+    (tmp_path / "e1" / "run.json").write_text('{"constants"')
+    run = json.loads((tmp_path / "d1" / "run.json").read_text()) | {"result": {"failed": "NaN!"}}
+    (tmp_path / "d1" / "run.json").write_text(json.dumps(run))
+    monkeypatch.setattr("sys.argv", ["compare.py", "a?", "*"])
+    compare.main()
+    told_d, told_e, _, _, c, a, b, _, noise = capsys.readouterr().out.splitlines()
+    assert told_d == "d1 is left out: NaN!" and told_e.startswith("e1 is left out: it holds no run")
+    # the squares of 0.1, 0, 0.1, 0, 0 by 2 + 1 degrees of freedom; t is 3.18 for three
+    spread = math.sqrt(0.02 / 3)
+    assert f"noise of a run is {spread:.4f}, pooled over the rows, with 3 degrees" in noise
+    assert a == ("| 2.1000 | 4.2000 | 0.1000 | 3 | the baseline | 20 | 7 | a1: - |")
+    allowed = 3.18 * spread * math.sqrt(1 / 2 + 1 / 3)
+    assert b == (f"| 2.1100 | 4.2200 | 0.0000 | 2 | -0.0100 +- {allowed:.4f}: noise | 20 | 7 | b1: "
+                 "code='00000002' |")
+    allowed = 3.18 * spread * math.sqrt(1 + 1 / 3)
+    assert c == (f"| 1.0000 | 2.0000 | - | 1 | +1.1000 +- {allowed:.4f}: ahead | 20 | 7 | c1: "
+                 "max_lr=0.2 |")
+    if compare.importlib.util.find_spec("matplotlib"):
+        assert (tmp_path / "compare.png").stat().st_size > 10_000
+    monkeypatch.setattr("sys.argv", ["compare.py", "c1", "b1"])
+    compare.main()
+    first, last, _, noise = capsys.readouterr().out.splitlines()[2:]
+    assert "| -1.1100: ? |" in last and noise.startswith("No row has two seeds: nothing")
+    monkeypatch.setattr("sys.argv", ["compare.py", "x*"])
+    with pytest.raises(SystemExit, match=r"no finished run in x\*"):
+        compare.main()
