@@ -43,7 +43,7 @@ class Config:
     source: str = "HuggingFaceFW/fineweb-edu"  # hub dataset, or folder of parquet or jsonl files
     remote_name: str = "sample-10BT"           # the hub dataset's configuration
     local_dir: str = "edu_fineweb10B"          # folder for the shards
-    shard_size: int = 100_000_000              # tokens per shard; of 2 bytes each, in uint32 of 4
+    shard_size: int = 100_000_000              # tokens per shard, of 2 bytes each (uint32: 4)
     max_shards: int = 0                        # number of shards, validation included; 0 = all
     nprocs: int = 0                            # worker processes; 0 = one per core
     encoding: str = "gpt2"                     # any of tiktoken's; bytes needs no download
@@ -97,12 +97,12 @@ def hugging_face_tokenizer(encoding, context):
            for token, i in parts["mergeable_ranks"].items()}
     merges = generate_merges(ids, {token: -i for token, i in ids.items()})  # lowest ids first
     special = {i: token for token, i in parts["special_tokens"].items()}
-    for i in set(range(encoding.n_vocab)) - set(ids.values()):  # cl100k_base has unused ids
+    for i in set(range(encoding.n_vocab)) - set(ids.values()):  # special, or cl100k_base's unused
         token = special.setdefault(i, f"<|unused{i}|>")
         ids[token] = i
     backend = Tokenizer(models.BPE(ids, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if merges:  # "}+" is possessive in tiktoken, and "again" in tokenizers
+    if merges:  # bytes need no pieces; x{1,3}+ is possessive in tiktoken, (x{1,3})+ in tokenizers
         pieces = pre_tokenizers.Split(Regex(parts["pat_str"].replace("}+", "}")), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
@@ -272,7 +272,7 @@ def read_json(file, first):
                     text = row.get(TEXT) or ""
                     texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
             finally:
-                yield texts  # also those before a line that cannot be read, so its row is known
+                yield texts  # before the error of a line that cannot be read: so its row is known
 
 # -------------------------------------------------------------------------------------- tokens
 def tokenize(texts, name):
@@ -341,10 +341,10 @@ def forget_settings(folder, changes):
     (folder / "manifest.json").unlink(missing_ok=True)  # or it would vouch for the next one
 
 def cut_shards(results, shard_size, dtype, start, n_files):
-    """Yield (tokens, (n,) of `dtype`; the place where they end) of each shard after place `start`.
+    """Yield for each shard after `start`: its tokens (n,), and the place where they end.
 
-    A place: `used` tokens from row `row` of file number `file` on; the last is behind all files.
-    The next shard overwrites the tokens.
+    A place: the number of a file, a row in it, and how many tokens from that row on were used; the
+    last is file n_files. The next shard overwrites the tokens.
     """
     shard = np.empty(shard_size, dtype)
     filled, used = 0, start["used"]
@@ -360,7 +360,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
                     yield shard, {"file": file, "row": row, "used": used}
                     filled = 0
                     bar.reset()
-            used -= len(tokens)  # 0, or what a start has still to skip
+            used -= len(tokens)  # 0; after a start more, where it skips a whole batch
     if filled:
         yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
 
@@ -379,7 +379,7 @@ def add_shards(cfg, folder, files, shards):
             documents = int(np.count_nonzero(tokens == encoding.eot_token))
             shards.append({"name": name, "tokens": len(tokens), "documents": documents, **end})
             manifest = {"settings": settings_of(cfg, files[:end["file"] + 1]), "shards": shards}
-            if tokens.dtype != np.uint16:  # without this entry, that is what shards are
+            if tokens.dtype != np.uint16:  # no entry means uint16
                 manifest["dtype"] = tokens.dtype.name
             content = json.dumps(manifest, indent=1).encode()
             # into a real file, np.save writes by ndarray.tofile(), which misses a full disk
@@ -402,10 +402,10 @@ def make_shards(cfg):
     remove_parts(folder)
     shards, changes = find_finished(folder, cfg, files)
     if changes:
-        forget_settings(folder, changes)  # also where nothing was made yet
+        forget_settings(folder, changes)  # an empty folder has changes: nothing is known of it
     found = len(shards)
     corpus_is_done = found > 0 and shards[-1]["file"] == len(files)
-    if not corpus_is_done and not 0 < cfg.max_shards <= found:  # 0 = all
+    if not corpus_is_done and (cfg.max_shards == 0 or found < cfg.max_shards):
         add_shards(cfg, folder, files, shards)
     tokens = sum(entry["tokens"] for entry in shards)
     if len(shards) < 2:

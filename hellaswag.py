@@ -125,12 +125,12 @@ def collate(rows):
 def prepare(examples, model, encode=gpt2_encode):
     """iterate_examples' dicts as rows for a model, whose token ids encode(text) gives."""
     config = getattr(model, "config", None)
-    length = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
+    context_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
     rows, labels, lengths, cut = [], [], [], 0
     for example in examples:
         context, endings = tokenize(example, encode)
-        endings = [ending[:length] for ending in endings]
-        room = length + 1 - max(map(len, endings))  # an ending's last token is predicted, not read
+        endings = [ending[:context_size] for ending in endings]
+        room = context_size + 1 - max(map(len, endings))  # the last is predicted, not read
         cut += len(context) > room
         rows += [(context[-room:], ending) for ending in endings]
         labels.append(example["label"])
@@ -156,7 +156,7 @@ def make_batches(rows, batch_tokens):
 
 def prepare_for_training(model, encode):
     """prepare() on all questions, which rank 0 gets for all; None, and a line, if it cannot."""
-    found = [[]]
+    found = [[]]  # in a list, which broadcast_object_list() fills
     if ranks()[0] == 0:
         try:
             found = [list(iterate_examples("val"))]
@@ -189,7 +189,7 @@ def ending_losses(model, tokens, is_ending):
     # Eager, for speed: a compiled model would be compiled again for each shape of a batch.
     with torch.compiler.set_stance("force_eager"):
         output = model(tokens[:, :-1])
-    # Ours gives (logits, loss), transformers' an object, a function logits, (R, T, V).
+    # Ours gives (logits, loss), transformers' an object, a function logits alone, (R, T, V).
     logits = output[0] if type(output) is tuple else getattr(output, "logits", output)
     losses = F.cross_entropy(logits[mask].float(), tokens[:, 1:][mask], reduction="none")
     rows = mask.nonzero()[:, 0]

@@ -40,9 +40,9 @@ from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
-# How long OpenMP's threads spin when they wait, on cores that others need: read as torch is loaded.
-# A step of the quick start beside two busy processes: 91 to 160 ms, without this 96 to 1,700;
-# beside three 168, without it 550; alone 41, without it 40.
+# How long a waiting thread of OpenMP holds a core that others need; read when torch is loaded.
+# A step of the quick start takes 41 ms alone, without this line 40; beside two busy processes 91 to
+# 160, without it 96 to 1,700; beside three 168, without it 550.
 os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
 
 import numpy as np  # noqa: E402
@@ -205,7 +205,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Draw weights that are NaN from Normal(0, 0.02), wpe's, too; what has values keeps them.
+        """Draw weights that are NaN from Normal(0, 0.02); what has values keeps them.
 
         The 2 * n_layer projections that add to x have their std divided by that number's root,
         so that the variance does not grow with depth (GPT-2, section 2.3). A draw follows from
@@ -245,8 +245,8 @@ class GPT(nn.Module):
         """Logits (B, T, n_vocab) of idx (B, T), and the mean loss in nats of targets (B, T).
 
         Targets of -100 do not count. "val" is this loss, too: a further term that only training
-        minimises belongs under `if self.training`. return_logits=False saves 13 GB at B=64, the
-        gradient of zeros that a compiled model makes for logits that it returns.
+        minimises belongs under `if self.training`. Returned logits cost a compiled model a gradient
+        of zeros, 13 GB at B=64: return_logits=False saves that.
         """
         logits = self.to_logits(self.hidden(idx))  # (B, T, n_vocab)
         loss = None
@@ -305,7 +305,7 @@ class DataLoaderLite:
         rows = int(self.rows_in_shard[number])           # 3
         begin = int(ends[i]) - rows                      # 4
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        # multiples of 0.618, the golden ratio's fraction, modulo 1 are far apart
+        # rows begin `shift` earlier, none before 0; multiples of 0.618, modulo 1, are far apart
         shift = int(0.618 * epoch * self.T) % self.T if self.recut else 0
         return number, max(0, int(row_order[row - begin]) * self.T - shift)
 
@@ -425,14 +425,14 @@ class State:
     raw_model: nn.Module
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; idle otherwise
-    step: int = 0                 # optimizer steps done; a number of your own is saved as it is
+    step: int = 0                 # steps done. An int, float or str that you add is saved, too
 
     def __post_init__(self):  # keeps the groups' peaks, as a checkpoint's lr replaces them
         self.peak_lrs = [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
 
     @property
     def eval_model(self):
-        """What is validated, scored, sampled, saved as "model", exported: averages go here."""
+        """What is validated, scored, sampled, saved as "model", exported; or return averages."""
         return self.raw_model
 
     def state_dict(self):
@@ -447,7 +447,7 @@ class State:
                 "scaler": self.scaler.state_dict()}
 
     def load_state_dict(self, saved):
-        vars(self).update({"step": saved["step"]} | saved.get("numbers", {}))
+        vars(self).update(saved.get("numbers", {"step": saved["step"]}))
         names = [type(optimizer).__name__ for optimizer in self.optimizers]
         if saved.get("optimizer_names", names) != names:
             raise ValueError(f"its optimizers are {saved['optimizer_names']}, here are {names}")
@@ -466,7 +466,7 @@ class Run:
     device: torch.device
     encoding: tiktoken.Encoding
     ddp_model: nn.Module          # raw_model; with several processes, in DDP
-    autocast: partial             # a context, products in dtype
+    autocast: partial             # autocast() is a context with matrix products in dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text: turns nats per token into nats per byte
@@ -476,7 +476,7 @@ class Run:
     stopping: bool = False        # a signal came to any process
     validated_step: int = -1      # the last step that was validated here
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # of the last steps
-    unsaid: list = field(default_factory=list)  # reported streams that stdout has not shown yet
+    unsaid: list = field(default_factory=list)  # "val 3.2924" and such, for stdout's next line
 
 @torch.no_grad()
 def validation_loss(run, loader, model=None):
@@ -506,7 +506,7 @@ def train_step(run):
     begin, end = rows_before(cfg, state.step), rows_before(cfg, state.step + 1)
     check_rows(cfg, state.step, end - begin)
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
-    mean_loss, counted_share = torch.zeros(2, device=run.device)
+    weighted_loss, counted_share = torch.zeros(2, device=run.device)
     ddp_model.train()
     for row in my_rows:
         # Dropout follows from the micro-step's first row (so what it drops depends on B, too)
@@ -524,15 +524,15 @@ def train_step(run):
             # are -100: the division by counted_share below makes up for these.
             share = (y >= 0).sum() / (y.numel() * len(my_rows))
             state.scaler.scale(loss * share).backward()
-        mean_loss = mean_loss + loss.detach() * share
+        weighted_loss = weighted_loss + loss.detach() * share
         counted_share = counted_share + share
     ddp_model.eval()
     counted_share = sum_over_ranks(counted_share) / world_size()  # 1, if no target is -100
-    # Nothing below draws. Noise that an edit adds is the same on all ranks: their models stay equal
+    # For noise that you may add below: the same on all ranks, so that their models stay equal
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     norm = step_optimizers(state, cfg, counted_share)
     state.step += 1
-    return mean_loss / counted_share, norm
+    return weighted_loss / counted_share, norm
 
 def step_optimizers(state, cfg, counted_share):
     """Divide gradients by counted_share, clip them, step. Returns their norm before clipping."""
@@ -546,7 +546,7 @@ def step_optimizers(state, cfg, counted_share):
     clip = (longest / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, clip / counted_share)  # in few kernels
     for optimizer in state.optimizers:
-        if not state.scaler.is_enabled() or norm.isfinite():  # float16: all of them step, or none
+        if not state.scaler.is_enabled() or norm.isfinite():  # float16: one's overflow stops all
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
@@ -590,7 +590,7 @@ PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save yet
-    code_checksum()  # which is kept: the file may be edited while it trains
+    code_checksum()  # cached now: the file may be edited while it trains
     try:
         cfg, first_lines = choose_settings(parse_flags(Config, __doc__, PRESETS))
         device = pick_device(cfg.device)
@@ -642,7 +642,7 @@ def choose_settings(flags):
         for constant in flags.keys() & decided.keys():
             if str(flags[constant]) != str(decided[constant]):
                 raise UserError(f"init_from={init_from} decides {constant}: leave out --{constant}")
-        if preset_name == "FINETUNE":  # these two give way to flags
+        if preset_name == "FINETUNE":  # flags win over both; a power of 2, to divide the batch
             decided["T"] = min(preset["T"], 2 ** int(math.log2(config["block_size"])))
             decided["max_lr"] = preset["max_lr"] / config["n_embd"]
     if "max_steps" in flags:  # else epochs would decide it
@@ -652,8 +652,8 @@ def choose_settings(flags):
         return cfg, "settings  Config, as data is not a text file"
     values = " ".join(f"{constant}={getattr(cfg, constant)!r}" for constant in preset | decided)
     weights = " and weights are given" if preset_name == "FINETUNE" else ""
-    return cfg, (f"{note}settings  {preset_name}, not Config, as data is a text file{weights}:\n"
-                 f"{values}")
+    return cfg, (f"{'' if weights else note}settings  {preset_name}, not Config, as data is a text "
+                 f"file{weights}:\n{values}")
 
 def check_config(cfg):
     """Raise UserError for constants that make no training; lower B to one that fits a step."""
@@ -711,7 +711,7 @@ def join_processes(device):
         # each counts its own restarts, so the prefix below would differ between them
         raise UserError(f"torchrun --max-restarts is for one machine, these are {machines}: leave "
                         "it out; after a crash, the same command continues.")
-    # Imported later, it would keep the group in its functions' defaults, and some exits abort
+    # Before there is a group: else its functions' defaults would hold that, and some exits abort
     import torch.distributed.nn  # noqa: F401
     # torchrun's store outlives a restart: with a prefix, nobody finds addresses of the dead
     store = next(dist.rendezvous("env://"))[0]
@@ -773,7 +773,7 @@ def check_gpu(device):
         raise UserError(f"There is no {device}: torch sees {torch.cuda.device_count()} GPU(s), and "
                         "each process needs its own: lower --nproc_per_node.")
     (major, minor), known = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
-    # sm_86 runs on 8.6 to 8.9, compute_86 on all from 8.6 on; sm_90a is 9.0 with more
+    # sm_86 runs on 8.6 to 8.9, compute_86 on all from 8.6 on; a suffix, as in sm_90a, is skipped
     for kind, *built in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(known)):
         built = tuple(map(int, built))
         if built <= (major, minor) and (kind == "compute" or built[0] == major):
@@ -812,7 +812,7 @@ def pick_compile(choice, device):
 def set_attention(cfg, device, dtype):
     # On a CPU flash's backward pass is slow on short rows: at T=64 11.8 ms, plain products 5.6
     short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
-    torch.backends.cuda.enable_flash_sdp(not short)  # in spite of its name for CPUs, too
+    torch.backends.cuda.enable_flash_sdp(not short)  # despite its name, for CPUs, too
     # cuDNN's, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some kernels
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
@@ -862,7 +862,7 @@ def check_encoding_of_shards(cfg, encoding, shard):
     manifest, made_with = Path(cfg.data, "manifest.json"), cfg.encoding
     if manifest.exists():
         made_with = json.loads(manifest.read_bytes())["settings"]["encoding"]
-    elif open_shard(shard)[:4096].max() <= 256 < encoding.n_vocab - 1:
+    elif encoding.n_vocab > 257 and open_shard(shard)[:4096].max() <= 256:
         made_with = "bytes"  # without a manifest, only bytes can be told from other ids
     if made_with != cfg.encoding:
         raise UserError(f"The shards in {cfg.data}/ were not made with encoding={cfg.encoding}: "
@@ -899,10 +899,10 @@ class RunFolder:
     """log_dir, which rank 0 alone writes; checkpoints and pictures by a thread of its own."""
     def __init__(self, cfg, fingerprint):
         self.cfg, self.path, self.fingerprint = cfg, Path(cfg.log_dir), fingerprint  # of the data
-        self.starts, self.log = [], None             # begin() notes one, and opens the other
+        self.starts, self.log = [], None             # for run.json; log.txt: begin() fills both
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.saving, self.drawing = None, None       # the last save, the last picture
-        self.saved_step, self.failure = -1, ""       # the last that needs no save; why one failed
+        self.saved_step, self.failure = -1, ""       # the last saved, or made by the seed; why not
         self.host_copies = {}                        # tensors of the last save
         if rank() == 0:
             self.lock = lock_folder(self.path)       # held as long as something refers to it
@@ -995,7 +995,7 @@ class RunFolder:
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
         self.prune(step)
 
-    def prune(self, step):  # of those before it, keep the newest, the best, and keep_every's
+    def prune(self, step):  # of checkpoints before it keep the newest, the best, keep_every's
         found = find_checkpoints(self.path)
         older = [old for old in found if old < step]
         losses = {old: loss for old, loss in read_streams(self.path)["val"] if old in found}
@@ -1017,7 +1017,7 @@ def open_log(path, step):
     file = open(path, "ab", buffering=0)  # for tail -f
     kept = 0  # bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # nan and inf, too; comments have none
+        number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # or nan, inf; comments do not match
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
         kept += len(line)
@@ -1052,7 +1052,7 @@ def newest_checkpoint(folder):  # that is undamaged; None if there is none
         raise UserError(f"Every checkpoint in {folder}/ is damaged: take another --log_dir.")
     return None
 
-def best_checkpoint(folder):  # the newest; where validation rose again, the lowest's
+def best_checkpoint(folder):  # the newest; if val rose again, the one where it was lowest
     newest, found = newest_checkpoint(folder), find_checkpoints(folder)
     losses = {step: loss for step, loss in read_streams(folder)["val"] if step in found}
     best, last = min(losses, key=losses.get, default=None), max(losses, default=None)
@@ -1085,7 +1085,7 @@ def is_of_other_code(saved):
 
 def check_same_training(saved, cfg, fingerprint):
     """Raise UserError if a checkpoint is of another training than cfg's on data like this."""
-    # a constant newer than the run had its default
+    # a constant newer than the run had its default; data is compared by content, not by path
     before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
     now = asdict(cfg) | {"data": fingerprint}
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
@@ -1109,12 +1109,12 @@ def set_up(cfg, device):  # what train() works with; raises UserError
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
     folder = RunFolder(cfg, fingerprint_of(train_loader))
-    paths, saved = [newest_checkpoint(folder.path) if rank() == 0 else None], {}
+    newest, saved = [newest_checkpoint(folder.path) if rank() == 0 else None], {}
     if world_size() > 1:  # a shared disk may show ranks different files
-        dist.broadcast_object_list(paths)
-    if paths[0]:
+        dist.broadcast_object_list(newest)
+    if newest[0]:
         # not mapped on a CPU, where AdamW would keep the mapped tensors
-        saved = read_checkpoint(paths[0], mmap=device.type != "cpu")
+        saved = read_checkpoint(newest[0], mmap=device.type != "cpu")
         check_same_training(saved, cfg, folder.fingerprint)
     raw_model = build_model(cfg, encoding, saved).to(device)
     state = build_state(raw_model, cfg, dtype, saved)
@@ -1155,7 +1155,7 @@ def build_model(cfg, encoding, saved=None):
             raise UserError(f"init_from={cfg.init_from} has {c.n_vocab} tokens and a context of "
                             f"{c.block_size}: change encoding or T.")
         read_weights.cache_clear()  # or every process would hold them twice
-    # To freeze parts, do it here: every start passes, before a checkpoint's weights are loaded
+    # Freeze parts here: new and continued runs come by, before a checkpoint's weights are loaded
     return raw_model
 
 def build_state(raw_model, cfg, dtype, saved):
@@ -1204,7 +1204,7 @@ def describe(run, dtype, compiled):
 
 # ---- watching: log.txt is for notebooks, stdout for people
 def report(run, step, stream, value):
-    """A line in log.txt, a point in curves.png, and a word in the next line on stdout."""
+    """A line in log.txt, a point in curves.png, and a word on stdout where a line is printed."""
     if rank() == 0:
         with contextlib.suppress(OSError):  # a full disk
             run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
@@ -1217,7 +1217,7 @@ def print_line(run, step, more=""):  # what was reported of a step
 
 def over_all_processes(run, loss, norm):
     """(Mean loss, gradient's norm, whether a signal came to one of them); waits for the GPU."""
-    signal_came = torch.full_like(loss, run.signal_came.is_set())  # filled there: copies would wait
+    signal_came = torch.full_like(loss, run.signal_came.is_set())  # filled on the GPU
     mine = torch.stack((loss, norm, signal_came))
     everyones = [mine.clone() for _ in range(world_size())]
     if world_size() > 1:
@@ -1298,7 +1298,7 @@ def draw_curves(folder):
             axis.plot(tokens, values, label=f"{name}, now {values[-1]:.3f}")
             if name in to_beat:
                 axis.axhline(to_beat[name], color="gray", label=f"GPT-2 124M: {to_beat[name]}")
-            if name == "train":  # from where it has come down
+            if name == "train":  # cuts the high first steps off
                 axis.set_ylim(top=1.05 * np.percentile(values, 95))
         axis.set(xlabel="million tokens", ylabel=title)
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
@@ -1372,7 +1372,7 @@ def finish(run):
         show_result(run)
 
 def show_result(run):
-    """Print what came out, each stream's last value for one; keep it in run.json."""
+    """Print the result, with each stream's last value, and keep it in run.json."""
     cfg, state, streams = run.cfg, run.state, read_streams(run.folder.path)
     result = {stream: points[-1][1] for stream, points in streams.items()}
     if "val" in result:
@@ -1459,8 +1459,8 @@ def load_hugging_face(name):
             block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
             n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
         source, target = hf.state_dict(), raw_model.state_dict()
-        for key in sorted([*info["missing_keys"], *source.keys() - target.keys()]):
-            raise ValueError(f"{key} is not in both models")
+        if unmatched := sorted([*info["missing_keys"], *source.keys() - target.keys()]):
+            raise ValueError(f"{unmatched[0]} is not in both models")
         for key, weight in source.items():
             weight = weight.t() if key.endswith(TRANSPOSED) else weight
             target[key][:len(weight)] = weight  # in raw_model, whose embedding is padded
