@@ -1124,7 +1124,7 @@ def set_up(cfg, device):  # what train() works with; raises UserError
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     ddp_model = raw_model
     if world_size() > 1:  # 25 MB a bucket, the default, would cut a compiled model into 14 graphs
-        ddp_model = DDP(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=100)
+        ddp_model = DDP(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=100)  # no copies
     run = Run(
         cfg=cfg, state=state, device=device, encoding=encoding, autocast=autocast,
         ddp_model=ddp_model, train_loader=train_loader, val_loader=val_loader,
