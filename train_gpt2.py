@@ -34,7 +34,7 @@ import traceback
 import zipfile
 import zlib
 from collections import Counter, defaultdict, deque
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import lru_cache, partial
 from pathlib import Path

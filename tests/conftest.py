@@ -37,7 +37,6 @@ TINY = dict(
     print_every=1, eval_every=5, val_tokens=1024, hellaswag_every=0, sample_every=0,
     save_every=5, keep_every=0, dtype="float32", device="cpu")
 
-
 def flags(folder=None, **changes):
     """The command line of a tiny training; of text.txt beside `folder`, its log_dir."""
     constants = TINY | changes
@@ -45,13 +44,11 @@ def flags(folder=None, **changes):
         constants = dict(data=Path(folder).parent / "text.txt", log_dir=folder) | constants
     return [f"--{name}={value}" for name, value in constants.items()]
 
-
 def write_text(folder, size=50_000):
     """text.txt for tiny trainings."""
     path = Path(folder, "text.txt")
     path.write_bytes((ROOT / "input.txt").read_bytes()[:size])
     return path
-
 
 def shared(name):
     """Path of `name` in the shared data, or a skip when this machine has none."""
@@ -59,7 +56,6 @@ def shared(name):
     if not path.exists():
         pytest.skip(f"no shared data at {path}")
     return path
-
 
 @pytest.fixture(scope="session")
 def gpt2_encoding():
@@ -69,7 +65,6 @@ def gpt2_encoding():
         return tiktoken.get_encoding("gpt2")
     except Exception as e:  # tiktoken raises whatever its download raised: requests', OSError, ...
         pytest.skip(f"GPT-2 vocabulary not at hand ({type(e).__name__}); set TIKTOKEN_CACHE_DIR")
-
 
 @pytest.fixture(scope="session")
 def is_gpt2(tmp_path_factory):
@@ -85,7 +80,6 @@ def is_gpt2(tmp_path_factory):
     except t.UserError as e:
         pytest.skip(f"the model here is no GPT-2 any more: {e}")
 
-
 @pytest.fixture
 def one_thread():
     """Models as small as the tests' are not worth threads, which wait for each other."""
@@ -94,7 +88,6 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
-
 
 # ------------------------------------------------------------------- a stand-in for the hub
 class Hub(http.server.ThreadingHTTPServer):
@@ -112,7 +105,6 @@ class Hub(http.server.ThreadingHTTPServer):
         self.fail = lambda path, span: None
         self.env = {"HF_ENDPOINT": f"http://127.0.0.1:{self.server_port}", "HF_HOME": str(cache),
                     "NO_PROXY": "*", "HF_HUB_OFFLINE": "0"}
-
 
 class HubRequest(http.server.BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
@@ -188,7 +180,6 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
     def log_message(self, *args):
         pass
 
-
 @pytest.fixture
 def hub(tmp_path_factory):
     """A Hub of its own for each test, with an empty cache."""
@@ -196,7 +187,6 @@ def hub(tmp_path_factory):
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
-
 
 # ------------------------------------------------------------------------ looking at results
 def one_line(stderr, *parts):
@@ -206,9 +196,7 @@ def one_line(stderr, *parts):
         assert str(part) in stderr, stderr
     return stderr
 
-
 STREAMS = ("train", "val", "hella")  # of other streams, which an edit may add, tests know nothing
-
 
 def read_log(folder):
     """{(step, stream): value} of log.txt, each line there once and in the order of steps."""
@@ -219,18 +207,15 @@ def read_log(folder):
     assert [step for step, _ in values] == sorted(step for step, _ in values)
     return values
 
-
 def assert_close_logs(a, b):
     """The same lines with losses equal to 1e-5; each a folder or what read_log() returned."""
     a, b = (log if isinstance(log, dict) else read_log(log) for log in (a, b))
     assert a.keys() == b.keys()
     assert max(abs(a[key] - b[key]) for key in a) <= 1e-5
 
-
 def load(path):
     import torch
     return torch.load(path, map_location="cpu", weights_only=True)
-
 
 def assert_same(a, b):
     """Two checkpoints' contents are the same bit for bit; their folders may differ."""
@@ -242,7 +227,6 @@ def assert_same(a, b):
         assert one["param_groups"] == other["param_groups"]
         torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=0)
 
-
 def until(condition, timeout=180, run=None):
     """Wait for condition() to hold; fail after `timeout` seconds, or when `run` has ended."""
     end = time.monotonic() + timeout
@@ -251,29 +235,24 @@ def until(condition, timeout=180, run=None):
         assert time.monotonic() < end and not ended, f"in vain: {run and (run.out, run.err)}"
         time.sleep(0.01)
 
-
 # ------------------------------------------------------------------- as a user starts scripts
 def run_command(command, cwd, env, timeout):
     return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, capture_output=True,
                           text=True, encoding="utf-8", errors="replace")
-
 
 def run_script(script, *args, cwd=None, env=None, timeout=180):
     """`python <script> ...`; returns the CompletedProcess with text output."""
     command = [sys.executable, str(ROOT / script), *map(str, args)]
     return run_command(command, cwd, {**os.environ, **(env or {})}, timeout)
 
-
 def run_python(code, *args, cwd=None, env=None, timeout=180):
     """`python -c <code> ...` with the project's scripts to import, one thread each."""
     command = [sys.executable, "-c", code, *map(str, args)]
     return run_command(command, cwd, ENV | {"PYTHONPATH": str(ROOT)} | (env or {}), timeout)
 
-
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["conftest", "filelock", "transformers.models.gpt2.modeling_gpt2",
                               "torch._dynamo", "train_gpt2"])  # optimizers import _dynamo
-
 
 def start_forkserver():
     """Unless it runs: the process to fork off, which imports what takes seconds."""
@@ -282,10 +261,8 @@ def start_forkserver():
                        "HF_HOME": f"{tempfile.gettempdir()}/no_hf_home_{os.getpid()}"}
         forkserver.ensure_running()
 
-
 def pytest_configure(config):
     start_forkserver()  # it imports while pytest collects
-
 
 class Forked:
     """train_gpt2.py in a forked process: pid, out and err so far, wait() for its exit status.
@@ -332,7 +309,6 @@ class Forked:
         os.kill(self.pid, signal.SIGCONT)
         until(lambda: self.ended() or not self.is_stopped())
 
-
 def run_forked(path, words, env, arrange, cwd, ascii_stdout, hide):
     """In the forked process: be `python train_gpt2.py <words>`."""
     for number, end in ((1, "out"), (2, "err")):
@@ -349,7 +325,6 @@ def run_forked(path, words, env, arrange, cwd, ascii_stdout, hide):
         method(Arrange(t), *(values if isinstance(values, tuple) else [values]))
     t.main()
 
-
 @pytest.fixture(scope="session", autouse=True)
 def forked_outputs(tmp_path_factory):
     """Where forked runs write. None of them outlives the tests."""
@@ -358,11 +333,9 @@ def forked_outputs(tmp_path_factory):
     for process in multiprocessing.active_children():
         process.kill()
 
-
 def succeed(run):
     assert run.wait() == 0 and not run.err, (run.out, run.err)
     return run
-
 
 def together(n, folder, **changes):
     """n forked processes that train together; returns their exit statuses and them."""
@@ -373,7 +346,6 @@ def together(n, folder, **changes):
     runs = [Forked(folder, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **changes)
             for rank in range(n)]
     return [run.wait() for run in runs], runs
-
 
 class Arrange:
     """What a forked process is told to do or to suffer; each method is one such thing."""

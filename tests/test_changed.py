@@ -21,19 +21,16 @@ import train_gpt2 as t
 
 LAST = f"checkpoint_{TINY['max_steps']:05d}.pt"
 
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("changed")
     write_text(folder)
     return folder
 
-
 @pytest.fixture(scope="module")
 def finished(folder):
     """A folder in which a run has ended. Not to be changed."""
     return succeed(Forked(folder / "finished")).log_dir
-
 
 def narrow_window(arrange, width):
     """Attention to so many tokens. The first ones see what they always saw."""
@@ -43,7 +40,6 @@ def narrow_window(arrange, width):
     arrange.t.F = SimpleNamespace(cross_entropy=F.cross_entropy,
                                   scaled_dot_product_attention=attention)
 
-
 def in_attention(arrange, add):
     """add(it, config) at the end of its constructor."""
     def __init__(self, config):
@@ -51,15 +47,12 @@ def in_attention(arrange, add):
         add(self, config)
     real, arrange.t.CausalSelfAttention.__init__ = arrange.t.CausalSelfAttention.__init__, __init__
 
-
 def gain_of_queries(attention, config):
     attention.q_gain = torch.nn.Parameter(torch.ones(config.n_embd))
-
 
 def mask_as_buffer(attention, config):
     """-inf where a token may not look, as in many a GPT; a save refuses such weights."""
     attention.register_buffer("mask", torch.full((config.block_size,) * 2, -math.inf).triu(1))
-
 
 def low_rank(attention, config):
     """LoRA, which begins at zero, with a gate that begins open."""
@@ -68,11 +61,9 @@ def low_rank(attention, config):
     torch.nn.init.zeros_(attention.lora_b.weight)
     attention.gate_bias = torch.nn.Parameter(torch.ones(config.n_embd))
 
-
 def documents_apart(arrange, end_of_text):  # in a text without documents, this is GPT-2
     real, arrange.t.GPT.hidden = arrange.t.GPT.hidden, lambda self, idx: (
         real(self, idx) * (1 + (idx == end_of_text).cumsum(1)[..., None]))
-
 
 @pytest.mark.parametrize("edit, value, reason", [
     (narrow_window, 12, "logits differ by"), (documents_apart, 256, "logits differ by"),
@@ -86,7 +77,6 @@ def test_an_edited_model_trains_to_the_end_and_is_not_exported(folder, edit, val
                      run.out, re.M)
     assert (6, "val") in read_log(run.log_dir) and not (run.log_dir / "hf").exists()
 
-
 def test_what_a_module_sets_itself_stays_and_others_begin_as_ever(monkeypatch):
     """LoRA would not begin at zero; and two models would differ in all weights, not in an edit."""
     before = small().state_dict()
@@ -97,7 +87,6 @@ def test_what_a_module_sets_itself_stays_and_others_begin_as_ever(monkeypatch):
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert not attention.lora_b.weight.any() and (attention.gate_bias == 1).all()
     assert attention.lora_a.weight.std().item() == pytest.approx(0.02, rel=0.2)
-
 
 def test_a_logit_made_otherwise_is_so_in_loss_samples_and_scores(monkeypatch):
     """A softcap, say. Its gradient needs its output, which nothing may overwrite."""
@@ -111,10 +100,8 @@ def test_a_logit_made_otherwise_is_so_in_loss_samples_and_scores(monkeypatch):
     model.generate(ids(1), 1, top_k=5)
     assert seen[0].abs().max() < 0.5
 
-
 def other_code(arrange, _):
     arrange.t.code_checksum = lambda: 7
-
 
 def test_other_code_continues_a_run_and_says_so(folder, finished):
     """Two models in one run. A finished one would be validated and exported as another's."""
@@ -125,7 +112,6 @@ def test_other_code_continues_a_run_and_says_so(folder, finished):
     run = succeed(Forked(copy, max_steps=32, arrange={other_code: 0}))
     assert "!!! train_gpt2.py was edited: from step 30 on, other code continues" in run.out
     assert "was edited" not in succeed(Forked(copy, max_steps=32, arrange={other_code: 0})).out
-
 
 def test_a_checkpoint_that_does_not_fit_the_code_is_a_line(folder, finished):
     """And nothing says that it goes on. Torch would give one optimizer's state to another."""
@@ -140,7 +126,6 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_a_line(folder, finished):
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match=r"its optimizers are \['AdamW'\], here are \['SGD'"):
             t.build_state(model, cfg, torch.float32, saved)
-
 
 def test_what_counts_as_other_code(tmp_path, monkeypatch):
     """Comments, blank lines and constants do not; as it was imported, not as it is now."""
@@ -165,7 +150,6 @@ def test_what_counts_as_other_code(tmp_path, monkeypatch):
     monkeypatch.setattr(t, "encoding_parts", t.get_encoding)  # which ids a text has
     assert checksum(source) != same
 
-
 def test_what_is_new_had_its_default_in_old_runs(finished):
     """Else nobody could go on: `dropout was None`, or other code, which no one can put back."""
     saved, cfg = load(finished / LAST), t.Config(**load(finished / LAST)["constants"])
@@ -173,7 +157,6 @@ def test_what_is_new_had_its_default_in_old_runs(finished):
     t.check_same_training(saved, cfg, saved["data"])
     with pytest.raises(t.UserError, match=f"dropout was {t.Config.dropout}, is 0.5"):
         t.check_same_training(saved, dataclasses.replace(cfg, dropout=0.5), saved["data"])
-
 
 def test_groups_keep_their_share_of_the_rate_and_their_numbers_when_a_run_continues():
     """Embeddings would learn a hundred times too fast, or schedule-free optimizers begin again."""
@@ -195,7 +178,6 @@ def test_groups_keep_their_share_of_the_rate_and_their_numbers_when_a_run_contin
         saved, run.state = copy.deepcopy(run.state.state_dict()), state()
         run.state.load_state_dict(saved)
 
-
 def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_named():
     """It would stay as it began, or move twice; or a step would be lost to NaN."""
     model = small()
@@ -210,14 +192,12 @@ def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_named
     with pytest.raises(t.UserError, match="lm_head.bias is not finite before the first step"):
         t.build_state(model, t.Config(), torch.float32, {})
 
-
 def frozen_positions(arrange, _):
     def build_model(*args):
         model = real(*args)
         model.transformer.wpe.requires_grad_(False)
         return model
     real, arrange.t.build_model = arrange.t.build_model, build_model
-
 
 def averaged_weights(arrange, decay):
     """An exponential moving average, as part one says that it is done."""
@@ -236,7 +216,6 @@ def averaged_weights(arrange, decay):
         run.state.moved += result[1].item()  # a number of one's own
         return result
     real, arrange.t.train_step, arrange.t.State = arrange.t.train_step, train_step, Averaged
-
 
 @pytest.mark.usefixtures("is_gpt2")
 def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_stay(folder):
@@ -259,7 +238,6 @@ def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_stay(
         assert torch.equal(exported[name], weight)
         assert torch.equal(saved["trained"][name], weight) == (".wpe." in name), name
         assert torch.equal(new[name], weight) == (".wpe." in name), name
-
 
 def test_a_batch_that_grows_is_an_edit_of_rows_before_alone(monkeypatch, tmp_path, capsys):
     """Rows would be read twice or never, the curve be drawn at other tokens, or some left out."""
@@ -289,7 +267,6 @@ def test_a_batch_that_grows_is_an_edit_of_rows_before_alone(monkeypatch, tmp_pat
     with pytest.raises(t.UserError, match="Step 3 has 0 rows"):
         t.train_step(run)
 
-
 def masked(arrange, _):
     """Of the row with number n, the first (n % 5) * 4 targets count, as in a chat its answers."""
     def batch(self, row, B, device=torch.device("cpu")):
@@ -298,14 +275,12 @@ def masked(arrange, _):
         return x, y.masked_fill(torch.arange(self.T) >= counted[:, None], -100)
     real, arrange.t.DataLoaderLite.batch = arrange.t.DataLoaderLite.batch, batch
 
-
 def noisy_gradients(arrange, scale):
     def step_optimizers(state, *args):
         for p in state.raw_model.parameters():
             p.grad += scale * torch.randn_like(p)
         return real(state, *args)
     real, arrange.t.step_optimizers = arrange.t.step_optimizers, step_optimizers
-
 
 def test_targets_that_do_not_count_and_noise_leave_b_and_processes_a_matter_of_speed(folder):
     """A mean of means gives a target more weight the fewer are in its batch; some have none. With
@@ -315,7 +290,6 @@ def test_targets_that_do_not_count_and_noise_leave_b_and_processes_a_matter_of_s
     statuses, runs = together(2, folder / "masked 2", B=1, arrange=edits)
     assert statuses == [0, 0], [run.err for run in runs]
     assert_close_logs(one.log_dir, runs[0].log_dir)
-
 
 def test_a_loss_that_is_not_the_cross_entropy_is_told(monkeypatch, capsys):
     """"val" would not compare with others', and be best where another term is."""
@@ -329,7 +303,6 @@ def test_a_loss_that_is_not_the_cross_entropy_is_told(monkeypatch, capsys):
         t.warn_of_other_loss(run)
         assert ("!!! val is not the cross-entropy" in capsys.readouterr().out) == wrong
 
-
 def test_a_constant_of_the_model_reaches_it_by_its_name(monkeypatch):
     """And the seed decides its weights."""
     gpt_config = dataclasses.make_dataclass("Wider", [("width", int, 4)], bases=(t.GPTConfig,))
@@ -341,11 +314,9 @@ def test_a_constant_of_the_model_reaches_it_by_its_name(monkeypatch):
     assert torch.equal(a.lm_head.weight, b.lm_head.weight)
     assert not torch.equal(a.lm_head.weight, c.lm_head.weight)
 
-
 @pytest.fixture(scope="module")
 def dropped(folder):
     return succeed(Forked(folder / "dropped", dropout=0.3, sample_every=10, sample_tokens=30))
-
 
 def test_dropout_killed_and_continued_is_never_killed(folder, dropped):
     """Each start would draw the masks of step 0 again."""
@@ -356,7 +327,6 @@ def test_dropout_killed_and_continued_is_never_killed(folder, dropped):
     succeed(Forked(run.log_dir, **words))
     assert (run.log_dir / "log.txt").read_bytes() == (dropped.log_dir / "log.txt").read_bytes()
     assert_same(load(run.log_dir / LAST), load(dropped.log_dir / LAST))
-
 
 def test_dropout_is_in_train_step_alone(dropped, finished):
     """Validation and samples are the whole model's; the noise is new in each micro-step."""
@@ -380,7 +350,6 @@ def test_dropout_is_in_train_step_alone(dropped, finished):
     t.train_step(run)  # the first rows again, with another seed
     assert all(training for training, _ in seen) and len(set(seen)) == 10
     assert not run.ddp_model.training
-
 
 def test_where_gpt2_drops_out(is_gpt2):
     """After the embedding, in attention, and after both parts of each block."""

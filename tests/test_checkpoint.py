@@ -29,7 +29,6 @@ STEPS = TINY["max_steps"]
 LAST = f"checkpoint_{STEPS:05d}.pt"
 LONG = dict(max_steps=20_000, eval_every=50, max_lr=3e-3)
 
-
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
     """A folder with the text that all train on; on PYTHONPATH it hides what takes seconds."""
@@ -39,12 +38,10 @@ def place(tmp_path_factory):
         (folder / f"{name}.py").write_text("raise ImportError")
     return folder
 
-
 @pytest.fixture(scope="module")
 def reference(place):
     """Folder of a run never stopped. Not to be changed."""
     return succeed(Forked(place / "reference")).log_dir
-
 
 @pytest.fixture(scope="module")
 def halfway(place):
@@ -52,28 +49,23 @@ def halfway(place):
     run = succeed(Forked(place / "stopped", arrange={"signal_at": (signal.SIGTERM, 12)}))
     return lambda name: shutil.copytree(run.log_dir, place / name)
 
-
 def assert_same_run(folder, reference, last=LAST):
     """The same log byte for byte and the same last checkpoint as the run never stopped."""
     assert (folder / "log.txt").read_bytes() == (reference / "log.txt").read_bytes()
     assert_same(load(folder / last), load(reference / last))
-
 
 def assert_all_whole(folder):
     """No file under a checkpoint's name is half written."""
     for path in folder.glob("*.pt"):
         t.read_checkpoint(path)
 
-
 def names(folder):
     return sorted(path.name for path in folder.glob("*.pt"))
-
 
 def snapshot(folder):
     """{name: content} of the files in a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()
             if path.is_file() and path.name != ".lock"}
-
 
 def nth_call(owner, name, n, act):
     """From now on, the nth call of owner.name does act(its arguments) first."""
@@ -85,9 +77,7 @@ def nth_call(owner, name, n, act):
         return real(*args, **kwargs)
     setattr(owner, name, counted)
 
-
 KILLS = int(os.environ.get("GPT2_SOAK", 4))
-
 
 @pytest.mark.parametrize("optimizer, dtype", [("adamw", "float32"), ("muon", "bfloat16")])
 def test_killed_at_random_moments(place, optimizer, dtype):
@@ -106,12 +96,10 @@ def test_killed_at_random_moments(place, optimizer, dtype):
     assert int(re.search(r"from step (\d+) on", run.out)[1]) > 0
     assert_same_run(folder, whole.log_dir, f"checkpoint_{30 * KILLS:05d}.pt")
 
-
 def kill(arrange, call, n):
     """Die at the nth such call of os; Python 3.10's Path has its own os.unlink."""
     owner = Path if call == "unlink" else os
     nth_call(owner, call, n, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-
 
 @pytest.mark.parametrize("call, last", [("fsync", 9), ("replace", 5), ("unlink", 8)])
 def test_killed_inside_a_save(place, reference, call, last):
@@ -124,7 +112,6 @@ def test_killed_inside_a_save(place, reference, call, last):
     succeed(Forked(folder))
     assert not list(folder.glob("*.part"))
     assert_same_run(folder, reference)
-
 
 def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     """It changes what is saved; the embedding, which is the output, too, is there twice; or each
@@ -142,7 +129,6 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     folder.save(mock.MagicMock(step=5, **{"state_dict.return_value": {}}))
     calls = [name for name, *_ in seen.mock_calls if "__" not in name]
     assert calls == ["saving.result", "log.fileno", "fsync", "copy", "thread.submit"]
-
 
 def test_a_checkpoint_is_finite_and_verified_before_it_has_its_name(tmp_path, capsys):
     """Or the good ones before it go, and one that cannot be read, or goes on as NaN, stays."""
@@ -167,14 +153,12 @@ def test_a_checkpoint_is_finite_and_verified_before_it_has_its_name(tmp_path, ca
     assert folder.wait_until_saved(15)
     assert names(tmp_path) == ["checkpoint_00010.pt", "checkpoint_00015.pt"]
 
-
 def test_a_checkpoint_made_on_a_gpu_is_read_without_one(reference, tmp_path, monkeypatch):
     """Reading asks for the GPU that the tensors were on."""
     content = load(reference / LAST)
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
     torch.save(content, tmp_path / "gpu.pt")
     assert_same(t.read_checkpoint(tmp_path / "gpu.pt"), content)
-
 
 @pytest.mark.parametrize("first, second", [("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM")])
 def test_signals_in_the_first_a_middle_and_the_last_step(place, reference, first, second):
@@ -189,7 +173,6 @@ def test_signals_in_the_first_a_middle_and_the_last_step(place, reference, first
     succeed(Forked(folder))
     assert_same_run(folder, reference)
 
-
 def test_a_second_ctrl_c_ends_at_once(halfway, reference):
     """A step or a save may take minutes, or never end. SIGTERM is no impatience."""
     folder = halfway("impatient")
@@ -201,7 +184,6 @@ def test_a_second_ctrl_c_ends_at_once(halfway, reference):
     succeed(Forked(folder))
     assert_same_run(folder, reference)
 
-
 EXIT = """
 import os, subprocess, sys, time
 sys.modules["transformers"] = None  # takes seconds
@@ -212,7 +194,6 @@ while "gloo" in names and time.time() < end:
     names = subprocess.getoutput(f"cat /proc/{os.getpid()}/task/*/comm")
 print(f"threads of gloo: {'gloo' in names}", flush=True)
 """
-
 
 def test_under_torchrun(place):
     """--max-restarts begins at step 0; SIGTERM loses steps; threads outlive main(), and would
@@ -245,13 +226,11 @@ def test_under_torchrun(place):
     assert said.count("threads of gloo: False") == 2, said
     assert "exitcode" not in said  # with which torchrun lists failed workers
 
-
 def again_in(arrange, name, number):
     """The signal comes once more when that function is called. Only rank 0 sees checkpoints."""
     nth_call(arrange.t, name, 1, lambda *_: os.kill(os.getpid(), number))
     if arrange.t.rank():
         arrange.t.newest_checkpoint = lambda folder: None
-
 
 def test_a_signal_to_one_of_two_processes(halfway, reference):
     """Ranks decide differently, and wait for each other; a second signal loses what is unsaved;
@@ -265,7 +244,6 @@ def test_a_signal_to_one_of_two_processes(halfway, reference):
     succeed(Forked(folder, B=8))
     assert_close_logs(folder, reference)
 
-
 class Bomb:
     """Unpickled by a careless reader, it makes a folder."""
 
@@ -274,7 +252,6 @@ class Bomb:
 
     def __reduce__(self):
         return os.mkdir, (str(self.marker),)
-
 
 def test_the_one_before_a_damaged_checkpoint_is_used(halfway, reference, tmp_path, capfd):
     """Damage goes unnoticed, code in it is run, or the run, or its log, does not go on there."""
@@ -299,7 +276,6 @@ def test_the_one_before_a_damaged_checkpoint_is_used(halfway, reference, tmp_pat
     torch.load(io.BytesIO(bomb.getvalue()), weights_only=False)
     assert marker.exists()  # in careless hands it does go off
 
-
 def test_the_newest_two_stay_and_those_of_keep_every(halfway, reference):
     """What was to stay goes, or the disk fills up. One that cannot be deleted, a folder, stays."""
     folder = halfway("kept")
@@ -311,7 +287,6 @@ def test_the_newest_two_stay_and_those_of_keep_every(halfway, reference):
     for name in ("99500", "100000", "99750_backup", "best"):  # six digits sort before five as text
         (folder / f"checkpoint_{name}.pt").touch()
     assert list(t.find_checkpoints(folder)) == [100000, 99500, 30, 27, 20, 10, 1]
-
 
 def test_disk_full_to_the_end(place, reference):
     """A full disk ends training, goes unsaid, or costs what was saved, or it cannot go on later."""
@@ -328,13 +303,11 @@ def test_disk_full_to_the_end(place, reference):
     succeed(Forked(run.log_dir))
     assert_same_run(run.log_dir, reference)
 
-
 def other(constant):
     """Another value than any run's here."""
     if constant.name == "max_steps":  # may grow
         return STEPS - 1
     return constant.default + ("x" if isinstance(constant.default, str) else 1)
-
 
 def test_every_other_constant_is_refused_with_both_values(reference, capsys):
     """One that shapes training changes amid a run without a word, or one of speed may not."""
@@ -359,7 +332,6 @@ def test_every_other_constant_is_refused_with_both_values(reference, capsys):
     with pytest.raises(t.UserError, match=f"data was '{re.escape(data)}', is 'another'"):
         t.check_same_training(saved, cfg, "another")
 
-
 def test_a_refused_start_changes_nothing(halfway):
     """Other constants, or no whole checkpoint, cost the log and the checkpoints that are there."""
     folder = halfway("refused")
@@ -376,10 +348,8 @@ def test_a_refused_start_changes_nothing(halfway):
     one_line(run.err, folder, "is damaged")
     assert snapshot(folder) == before
 
-
 def rise_after(arrange, step):
     arrange.t.validation_loss = lambda run, _: 1 + abs(run.state.step - step) / 10
-
 
 def test_where_validation_rises_the_best_weights_stay_and_are_exported(place, is_gpt2):
     """Weights that are tuned on a small text are at their best long before the last step."""
@@ -398,12 +368,10 @@ def test_where_validation_rises_the_best_weights_stay_and_are_exported(place, is
     newest = (folder / LAST).rename(folder / "checkpoint_00032.pt")
     assert t.best_checkpoint(folder) == newest  # not validated, but validation still falls
 
-
 def leave_at(arrange, step):
     """An edit of the loop, say by a clock or a metric."""
     source = inspect.getsource(arrange.t.train)
     exec(source.replace("step >= cfg.max_steps:", f"step >= {step}:"), vars(arrange.t))
-
 
 def test_a_loop_that_is_left_early_is_a_run(place, reference):
     """Its result would be of another step, or not saved, or look like the end of the training; or
@@ -415,7 +383,6 @@ def test_a_loop_that_is_left_early_is_a_run(place, reference):
     succeed(Forked(run.log_dir))
     assert_same_run(run.log_dir, reference)
 
-
 def test_a_finished_run_evaluates_and_exports_again(place, reference, is_gpt2):
     """The command of a finished run does nothing, or changes what is there."""
     folder = shutil.copytree(reference, place / "finished")
@@ -426,7 +393,6 @@ def test_a_finished_run_evaluates_and_exports_again(place, reference, is_gpt2):
         assert said in run.out, said
     assert snapshot(folder) | {"run.json": before["run.json"]} == before
 
-
 def test_another_runs_log_and_export_are_renamed(tmp_path):
     """Where somebody moved the checkpoints away, a new run overwrites the old one's results."""
     (tmp_path / "hf").mkdir()
@@ -436,7 +402,6 @@ def test_another_runs_log_and_export_are_renamed(tmp_path):
     kept = *tmp_path.glob("log.txt_before_*"), *tmp_path.glob("hf_before_*/model.safetensors")
     assert [path.read_text() for path in kept] == ["0 train 10.0\n"] * 2
     assert (tmp_path / "log.txt").read_text() == "" and not (tmp_path / "hf").exists()
-
 
 def test_the_second_of_two_runs_refuses(place, reference):
     """Two runs write the same files."""

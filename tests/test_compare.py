@@ -5,7 +5,6 @@ import math
 import compare
 import pytest
 
-
 def write_run(folder, val, code=1, **constants):
     """A finished run's folder; val None: an unfinished one's."""
     folder.mkdir()
@@ -15,7 +14,6 @@ def write_run(folder, val, code=1, **constants):
     (folder / "run.json").write_text(json.dumps({
         "constants": constants, "data": "a text", "starts": [{"code": code}], "result": result}))
     (folder / "log.txt").write_text(f"0 val 9.0\n10 val 3.0\n20 val {val}\n")
-
 
 def test_a_row_is_what_differs_in_the_seed_alone_and_noise_is_pooled(tmp_path, capsys, monkeypatch):
     """Two seeds that lie close by chance would make any difference look large."""

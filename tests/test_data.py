@@ -14,7 +14,6 @@ import train_gpt2 as t
 T = 8
 ORDER = [148, 140, 124, 116, 100, 132, 72, 16, 48, 88, 32, 64]  # of rows 0-5, 60-65, seed 1337
 
-
 def shards(folder, lengths=(100, 57, 8, 300)):
     """Shards of consecutive numbers, so that every token tells where it stands."""
     folder.mkdir(exist_ok=True)
@@ -24,7 +23,6 @@ def shards(folder, lengths=(100, 57, 8, 300)):
         np.save(paths[-1], np.arange(start, start + n, dtype=np.uint16))
         start += n
     return paths
-
 
 @pytest.mark.parametrize("shuffle", [False, True])
 def test_an_epoch_is_every_row_once(tmp_path, shuffle):
@@ -38,7 +36,6 @@ def test_an_epoch_is_every_row_once(tmp_path, shuffle):
         assert (x[:, 0].tolist() == firsts) is not shuffle
     assert isinstance(loader.tokens, np.memmap)  # each process would hold 200 MB otherwise
 
-
 def test_later_epochs_cut_a_text_at_other_places():
     loader = t.DataLoaderLite([np.arange(1000, dtype=np.uint16)], T, 3, shuffle=True, recut=True)
     epochs = [np.sort(loader.read(epoch * 124, 124)[:, 0]) for epoch in range(4)]
@@ -50,12 +47,10 @@ def test_later_epochs_cut_a_text_at_other_places():
         train, val = t.open_data(cfg, t.get_encoding("bytes"))
         assert (train.recut, val.recut) == (cfg.shuffle, False)
 
-
 def test_the_order_never_changes_between_versions(tmp_path):
     """A run begun with an older NumPy or an older copy of the script continues with its rows."""
     loader = t.DataLoaderLite(shards(tmp_path), T, seed=1337, shuffle=True)
     assert [*loader.read(0, 6)[:, 0], *loader.read(60, 6)[:, 0]] == ORDER
-
 
 @pytest.mark.parametrize("B", [1, 5, 56, 130])
 def test_rows_depend_on_seed_and_number_alone(tmp_path, B):
@@ -66,7 +61,6 @@ def test_rows_depend_on_seed_and_number_alone(tmp_path, B):
         assert np.array_equal(loader.read(first, B), whole[first:first + B])
     epochs = [whole[n * 56:(n + 1) * 56].tolist() for n in range(3)]
     assert other.read(0, 56).tolist() not in epochs and epochs[0] not in epochs[1:]
-
 
 @pytest.mark.parametrize("B, processes", [(12, 1), (2, 1), (3, 2)])
 def test_each_row_of_a_step_is_dealt_out_once(monkeypatch, B, processes):
@@ -82,7 +76,6 @@ def test_each_row_of_a_step_is_dealt_out_once(monkeypatch, B, processes):
         for call in batch.call_args_list:
             rows += range(call.args[0], call.args[0] + B)
     assert sorted(rows) == list(range(7 * 12, 8 * 12))
-
 
 @pytest.mark.parametrize("tokens, rows", [(13 * T + 3, 13), (1, 1), (10**6, 124)])
 @pytest.mark.parametrize("B, processes", [(4, 1), (64, 1), (3, 2), (2, 5)])
@@ -102,7 +95,6 @@ def test_validation_is_the_same_for_any_b_and_processes(monkeypatch, B, processe
         loss = t.validation_loss(run, loader, model)
     assert loss == pytest.approx(np.arange(1, rows * T + 1).mean(), rel=1e-6)
 
-
 def test_what_is_no_shard_is_named(tmp_path):
     """Another type or shape, cut off, empty; or a pickle, whose code would be run."""
     path, marker = tmp_path / "x_train_000000.npy", tmp_path / "the bomb went off"
@@ -116,7 +108,6 @@ def test_what_is_no_shard_is_named(tmp_path):
         with pytest.raises(t.UserError, match=f"x_train_000000.npy .*{reason}"):
             t.DataLoaderLite([path], T)
     assert not marker.exists()
-
 
 def test_each_loader_has_its_order(tmp_path, monkeypatch):
     """Names decide that of shards, not the disk; seed and shuffle are for training alone."""
@@ -134,7 +125,6 @@ def test_each_loader_has_its_order(tmp_path, monkeypatch):
     cfg.shuffle = False
     assert t.open_data(cfg, encoding)[0].shuffle is False
 
-
 def test_an_id_beyond_the_vocabulary_names_its_shard(tmp_path):
     """Wherever it stands: it is seen when its row is read."""
     paths = shards(tmp_path)
@@ -147,7 +137,6 @@ def test_an_id_beyond_the_vocabulary_names_its_shard(tmp_path):
     loader.n_vocab = 1001
     loader.read(0, loader.rows_per_epoch)
 
-
 def test_shards_of_bytes_are_not_taken_for_gpt2s_tokens(tmp_path):
     """All ids are in both encodings: the model would learn nonsense without a word."""
     for part in ("train", "val"):
@@ -156,7 +145,6 @@ def test_shards_of_bytes_are_not_taken_for_gpt2s_tokens(tmp_path):
     assert t.open_data(cfg, mock.Mock(n_vocab=257))[0].rows_per_epoch == 32
     with pytest.raises(t.UserError, match="--encoding=bytes"):
         t.open_data(cfg, mock.Mock(n_vocab=50257))
-
 
 def test_same_shards_elsewhere_are_the_same_data(tmp_path):
     def fingerprint(paths):
@@ -172,7 +160,6 @@ def test_same_shards_elsewhere_are_the_same_data(tmp_path):
     assert fingerprint(other) != before  # a text is seen whole
     assert fingerprint([tokens]) != fingerprint([np.where(tokens == 10_000, 0, tokens)])
 
-
 def test_a_text_keeps_every_byte_and_its_last_tenth_for_validation(tmp_path, gpt2_encoding):
     text = "naïve\r\n\t日本 \0 \U0001f600 <|endoftext|>".encode().ljust(1000, b"x")
     (tmp_path / "a.txt").write_bytes(text)
@@ -182,7 +169,6 @@ def test_a_text_keeps_every_byte_and_its_last_tenth_for_validation(tmp_path, gpt
     tokens = gpt2_encoding.encode_ordinary(text.decode())
     assert [*train.shards[0], *val.shards[0]] == tokens
     assert (t.padded(257), t.padded(50257), t.padded(256)) == (384, 50304, 256)
-
 
 def test_shards_are_of_the_encoding_that_their_manifest_names(tmp_path):
     """Else a vocabulary as large makes a model of nonsense. uint32, for more than 65,536 ids."""

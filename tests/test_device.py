@@ -16,7 +16,6 @@ import train_gpt2 as t
 ONE_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA GPU here")
 DEVICES = ("cpu", pytest.param("cuda", marks=ONE_GPU))
 
-
 def test_dtype_is_what_the_hardware_is_fast_in(monkeypatch):
     """V100 is 7.0 and T4 7.5; both emulate bfloat16 slowly, and torch says that it is there. For
     older ones Triton has no code."""
@@ -34,7 +33,6 @@ def test_dtype_is_what_the_hardware_is_fast_in(monkeypatch):
         assert t.pick_dtype("auto", cpu) == dtype
     assert t.pick_dtype("float16", cpu) == torch.float16
 
-
 def test_auto_is_the_fastest_device_that_processes_can_share(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -46,7 +44,6 @@ def test_auto_is_the_fastest_device_that_processes_can_share(monkeypatch):
     library.side_effect = OSError("libc.so.6: no such file")  # on macOS, say
     assert t.pick_device("cpu") == torch.device("cpu")
 
-
 def play_gpus(monkeypatch, number, capability=(9, 0), known="sm_90"):
     """So many, each with that capability, by a torch that has code for those."""
     facts = dict(is_available=True, device_count=number, get_device_capability=capability,
@@ -54,7 +51,6 @@ def play_gpus(monkeypatch, number, capability=(9, 0), known="sm_90"):
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", mock.Mock())
-
 
 def test_each_process_takes_its_gpu_and_tf32(monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", "3")
@@ -65,7 +61,6 @@ def test_each_process_takes_its_gpu_and_tf32(monkeypatch):
     play_gpus(monkeypatch, 2)  # fewer than processes: NCCL would only say that it is invalid usage
     with pytest.raises(t.UserError, match=r"no cuda:3: torch sees 2 GPU.*--nproc_per_node"):
         t.pick_device("auto")
-
 
 def test_a_gpu_that_torch_has_no_code_for_is_a_line(monkeypatch):
     """Each product would fail with "no kernel image", amid a traceback."""
@@ -78,7 +73,6 @@ def test_a_gpu_that_torch_has_no_code_for_is_a_line(monkeypatch):
         said = f"Old has compute capability {capability[0]}.0, .* code for {known}: install another"
         with pytest.raises(t.UserError, match=said):
             t.pick_device("cuda")
-
 
 def test_a_gpu_that_torch_does_not_see_is_told(tmp_path, monkeypatch, capsys):
     """With an old driver a night's run would be on the CPU, without a reason."""
@@ -93,7 +87,6 @@ def test_a_gpu_that_torch_does_not_see_is_told(tmp_path, monkeypatch, capsys):
         t.pick_device("cuda")
     with pytest.raises(t.UserError, match="device=xla is unknown: cuda, cuda:1, mps or cpu"):
         t.pick_device("xla")
-
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -120,7 +113,6 @@ def test_a_float16_step_that_overflowed_changes_no_weight(bad, optimizer):
     t.train_step(run)
     assert not any(map(torch.equal, before, state.raw_model.parameters()))
 
-
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_what_each_dtype_needs(tmp_path, monkeypatch, dtype):
     """Muon's products overflow in float16; only its losses are scaled. On a CPU flash attention is
@@ -143,7 +135,6 @@ def test_what_each_dtype_needs(tmp_path, monkeypatch, dtype):
     with run.autocast():
         assert str(run.state.raw_model.lm_head(torch.ones(16)).dtype) == f"torch.{dtype}"
 
-
 def test_samples_do_without_gradients_and_cudnns_attention(monkeypatch):
     def hidden(*args):
         seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.is_grad_enabled()))
@@ -153,7 +144,6 @@ def test_samples_do_without_gradients_and_cudnns_attention(monkeypatch):
     t.sample_text(model, t.get_encoding("bytes"), t.Config(sample_tokens=1), seed=1)
     model(ids())
     assert seen == [(False, False), (True, True)]
-
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

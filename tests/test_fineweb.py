@@ -32,12 +32,10 @@ ODD = ["<|endoftext|>", "a <|endoftext|> b <|fim_prefix|>", "\x00\x01\r\n\r", " 
        "\u200b\u202e\ufeff z\u0351\u0313algo \U0010ffff", "a" * 5000, "👩‍👩‍👧 中文",
        "no UTF-8 in parquet, half an emoji in JSON: \udce9.", "", None, "\n"]
 
-
 def make_texts(n, seed):
     rng = random.Random(seed)
     words = "model token loss gradient Straße naïve 数据 🙂 the of and to in 3.14 x_i".split()
     return [" ".join(rng.choices(words, k=rng.randint(1, 400))) for _ in range(n)]
-
 
 def write_parquet(path, texts, rows=20):
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -45,12 +43,10 @@ def write_parquet(path, texts, rows=20):
     table = pa.table({"text": texts.view(pa.string()), "id": range(len(texts))})
     pq.write_table(table, path, row_group_size=rows, compression="none")
 
-
 def write_lines(path, texts):
     path.parent.mkdir(parents=True, exist_ok=True)
     data = "".join(json.dumps({"id": 1, "text": text}) + "\n" for text in texts).encode()
     path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
-
 
 def naive(texts, encoding):
     """The ten-line tokenizer that fineweb.py has to agree with, byte for byte."""
@@ -60,34 +56,27 @@ def naive(texts, encoding):
             tokens += [encoding.eot_token, *encoding.encode_ordinary(text)]
     return np.array(tokens)
 
-
 def shards_of(folder):
     return sorted(Path(folder).glob("*.npy"), key=lambda path: path.stem[-6:])
-
 
 def tokens_of(folder):
     return np.concatenate([np.load(path, allow_pickle=False) for path in shards_of(folder)])
 
-
 def digests(folder):
     return {path.name: hash(path.read_bytes()) for path in shards_of(folder)}
-
 
 def flags(source, local_dir, **changes):
     constants = dict(source=source, local_dir=local_dir, shard_size=SHARD, nprocs=2,
                      encoding="bytes") | changes
     return [f"--{name}={value}" for name, value in constants.items()]
 
-
 def run(source, local_dir, env=None, **changes):
     return run_script("fineweb.py", *flags(source, local_dir, **changes), env=env)
-
 
 def start(*words, **kwargs):
     return subprocess.Popen([sys.executable, ROOT / "fineweb.py", *words], text=True,
                             env=os.environ | {"PYTHONUNBUFFERED": ""},  # lines come without it
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
-
 
 @pytest.fixture
 def make(monkeypatch, capsys):
@@ -101,14 +90,11 @@ def make(monkeypatch, capsys):
         return capsys.readouterr()
     return make
 
-
 def refused(match):
     return pytest.raises(fineweb.UserError, match=match)
 
-
 TEXTS = make_texts(400, seed=1) + ODD
 TEXTS[220:220] = ODD
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
@@ -120,7 +106,6 @@ def corpus(tmp_path_factory):
     write_parquet(folder / "deeper.parquet/d.parquet", TEXTS[250:])
     return folder
 
-
 @pytest.fixture(scope="module")
 def whole(corpus, tmp_path_factory):
     """The shards of `corpus`, made in one go by two workers, on a terminal that knows ASCII."""
@@ -128,7 +113,6 @@ def whole(corpus, tmp_path_factory):
     done = run(corpus, folder, env={"PYTHONIOENCODING": "ascii"})
     assert (done.returncode, done.stderr) == (0, "") and "donn\\xe9es" in done.stdout
     return folder
-
 
 def test_shards_are_what_a_naive_tokenizer_makes(whole):
     shards = [np.load(path, allow_pickle=False) for path in shards_of(whole)]
@@ -142,7 +126,6 @@ def test_shards_are_what_a_naive_tokenizer_makes(whole):
     names |= {"edufineweb_val_000000.npy", ".lock", "manifest.json"}
     assert {path.name for path in whole.iterdir()} == names
 
-
 def test_number_of_workers(corpus, whole, tmp_path, make, monkeypatch):
     pool = Mock(side_effect=lambda n, *_: ThreadPoolExecutor(n))
     monkeypatch.setattr(fineweb, "ProcessPoolExecutor", pool)
@@ -152,14 +135,12 @@ def test_number_of_workers(corpus, whole, tmp_path, make, monkeypatch):
         assert digests(tmp_path / str(nprocs)) == digests(whole)
     assert [call.args[0] for call in pool.call_args_list] == [1, 3, 5]
 
-
 def test_gpt2_tokens_of_a_slice_of_the_standin(gpt2_encoding, tmp_path, make):
     table = pq.read_table(shared("fineweb_standin") / "000_00000.parquet").slice(100, 300)
     texts = table["text"].to_pylist() + ODD
     write_parquet(tmp_path / "in/slice.parquet", texts, rows=64)
     make(tmp_path / "in", tmp_path / "out", encoding="gpt2")
     np.testing.assert_array_equal(tokens_of(tmp_path / "out"), naive(texts, gpt2_encoding))
-
 
 def test_more_than_65536_ids_are_uint32(tmp_path, make, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
@@ -172,14 +153,12 @@ def test_more_than_65536_ids_are_uint32(tmp_path, make, monkeypatch):
     np.testing.assert_array_equal(np.concatenate(shards), expected)
     assert json.loads((tmp_path / "out/manifest.json").read_text())["dtype"] == "uint32"
 
-
 def test_encodings(monkeypatch):
     assert fineweb.get_encoding("bytes") is BYTES  # or HellaSwag builds it 60,000 times
     parts = fineweb.encoding_parts("bytes") | {"special_tokens": {"<|end|>": 256}}
     monkeypatch.setattr(fineweb, "encoding_parts", lambda name: parts)
     with refused(r"encoding=mine lacks the special token <\|endoftext\|>"):
         fineweb.get_encoding("mine")
-
 
 def test_a_row_group_is_not_read_at_once(tmp_path, monkeypatch):
     monkeypatch.setattr(fineweb, "BATCH_BYTES", 5000)
@@ -193,7 +172,6 @@ def test_a_row_group_is_not_read_at_once(tmp_path, monkeypatch):
     with File(path) as file:
         assert sum(map(len, fineweb.read_parquet(file, 0))) == 4000
     assert max(sizes) < path.stat().st_size / 3
-
 
 @pytest.mark.parametrize("rows, size", [(20, 500), (10_000, 5000)])
 def test_reading_starts_anywhere_and_cuts_big_row_groups(tmp_path, monkeypatch, rows, size):
@@ -209,13 +187,11 @@ def test_reading_starts_anywhere_and_cuts_big_row_groups(tmp_path, monkeypatch, 
             found += part
         assert found == texts
 
-
 def test_few_batches_are_in_memory_but_enough_for_every_worker(make):
     taken = []
     batches = (taken.append(row) or (0, row, ["a"]) for row in range(50))
     for used, (_, row, _) in enumerate(fineweb.tokenize_all(batches, 2, "bytes")):
         assert row == used and min(50, used + 4) <= len(taken) <= used + 6
-
 
 def test_stopping_early_going_on_and_a_deleted_shard(corpus, whole, tmp_path, make, monkeypatch):
     out = tmp_path / "out"
@@ -235,7 +211,6 @@ def test_stopping_early_going_on_and_a_deleted_shard(corpus, whole, tmp_path, ma
     monkeypatch.delattr(fineweb, "get_encoding")  # what is finished needs no vocabulary
     assert "This run: 0 tokens" in make(corpus, out).out
 
-
 def test_killed_at_random_moments(corpus, tmp_path, make):
     make(corpus, tmp_path / "once", shard_size=5000)
     out = tmp_path / "out"
@@ -249,7 +224,6 @@ def test_killed_at_random_moments(corpus, tmp_path, make):
     assert not list(out.glob("*.part"))
     assert digests(out) == digests(tmp_path / "once")
 
-
 @pytest.fixture
 def long_run(tmp_path):
     """fineweb.py in a process group of its own, amid work of half a minute."""
@@ -261,7 +235,6 @@ def long_run(tmp_path):
         until(lambda: len(shards_of(tmp_path / "shards")) > 1, 60)
         yield process
         process.kill()
-
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for the workers in /proc")
 def test_workers_ignore_ctrl_c_and_end_by_kill_9(long_run, tmp_path, make):
@@ -276,7 +249,6 @@ def test_workers_ignore_ctrl_c_and_end_by_kill_9(long_run, tmp_path, make):
     until(lambda: not any(Path(f"/proc/{pid}/exe").exists() for pid in children), 60)
     assert "edufineweb_val_000000.npy: 500,000 tokens, " in long_run.stdout.read()  # at once
 
-
 @pytest.mark.parametrize("signal_number, kill", [(signal.SIGINT, os.killpg),
                                                  (signal.SIGTERM, os.kill)])
 def test_ctrl_c_and_sigterm_say_one_line(long_run, tmp_path, signal_number, kill):
@@ -285,13 +257,11 @@ def test_ctrl_c_and_sigterm_say_one_line(long_run, tmp_path, signal_number, kill
     assert (long_run.communicate(timeout=60)[1], long_run.returncode) == (says, 130)
     assert {len(np.load(path)) for path in shards_of(tmp_path / "shards")} == {500_000}
 
-
 def test_killed_worker_is_a_line_not_a_hang(monkeypatch):
     monkeypatch.setattr(fineweb, "tokenize", os.kill)
     batches = ((0, 0, multiprocessing.active_children()[0].pid) for _ in range(1))
     with refused("A worker process died.*--nprocs"):
         list(fineweb.tokenize_all(batches, 1, signal.SIGKILL))
-
 
 @pytest.fixture
 def fineweb_hub(hub, corpus):
@@ -299,7 +269,6 @@ def fineweb_hub(hub, corpus):
                           for path in corpus.rglob("*.*") if path.is_file()}
     hub.files[DATASET] |= {"README.md": README, "data/CC-MAIN-2013-20/1.jsonl": b"another"}
     return hub
-
 
 def test_hub_dataset_streams_to_the_same_tokens(fineweb_hub, corpus, whole, tmp_path):
     hub, out = fineweb_hub, tmp_path / "out"
@@ -322,7 +291,6 @@ def test_hub_dataset_streams_to_the_same_tokens(fineweb_hub, corpus, whole, tmp_
     cached = [path.stat().st_size for path in Path(hub.env["HF_HOME"]).rglob("*") if path.is_file()]
     assert sum(cached) < 20_000, "the corpus was copied to the disk"
 
-
 def test_no_network_and_what_the_hub_lacks(fineweb_hub, tmp_path):
     hub, out = fineweb_hub, tmp_path / "out"
     done = run("nobody/nothing", out, env=hub.env)
@@ -334,7 +302,6 @@ def test_no_network_and_what_the_hub_lacks(fineweb_hub, tmp_path):
     done = run(DATASET, out, env=hub.env)
     one_line(done.stderr, "deeper.parquet/d.parquet cannot be read from row 1 on", "continues")
 
-
 @pytest.mark.parametrize("change, says", [
     ({"shard_siz": 5}, "unrecognized arguments: --shard_siz"), ({"shard_size": 99}, "=99: .*1025"),
     ({"nprocs": "-1"}, "nprocs=-1: it must be a whole number >= 0"),
@@ -343,12 +310,10 @@ def test_bad_flags(corpus, tmp_path, make, change, says):
     with refused(says):
         make(corpus, tmp_path, **change)
 
-
 def parquet(**columns):
     file = io.BytesIO()
     pq.write_table(pa.table(columns), file)
     return file.getvalue()
-
 
 @pytest.mark.parametrize("name, data, says", [
     ("x.parquet", parquet(text=["a"])[:-9], "x.parquet cannot be read from row 1 on"),
@@ -361,7 +326,6 @@ def test_damaged_documents_are_named(tmp_path, make, name, data, says):
     with refused(says):
         make(tmp_path, tmp_path / "out")
 
-
 def test_no_file_stays_open(corpus, tmp_path):
     done = run(corpus, tmp_path / "out", env={"PYTHONDEVMODE": "1"})
     assert done.returncode == 0 and "ResourceWarning" not in done.stderr, done.stderr
@@ -369,7 +333,6 @@ def test_no_file_stays_open(corpus, tmp_path):
     (tmp_path / "in/b.jsonl").write_bytes(b'{"text": "a')
     done = run(tmp_path / "in", tmp_path / "out2", env={"PYTHONDEVMODE": "1"})
     assert done.returncode == 1 and "ResourceWarning" not in done.stderr, done.stderr
-
 
 def test_a_corpus_that_fits_into_the_validation_shard(corpus, whole, tmp_path, make,
                                                        monkeypatch):
@@ -385,7 +348,6 @@ def test_a_corpus_that_fits_into_the_validation_shard(corpus, whole, tmp_path, m
     assert len(shards_of(tmp_path)) == 10
     with refused("has 0 tokens .'text' in its .parquet, .jsonl.* Take more text or"):
         make(ROOT / "tests", tmp_path / "none")
-
 
 def test_other_settings_and_used_files_that_changed_are_refused(tmp_path, make):
     source, out = tmp_path / "in", tmp_path / "out"
@@ -406,14 +368,12 @@ def test_other_settings_and_used_files_that_changed_are_refused(tmp_path, make):
     with refused("shard_size was unknown"):
         make(source, out)
 
-
 def test_no_folder_and_no_vocabulary(corpus, tmp_path):
     one_line(run(corpus, __file__).stderr, f"local_dir={__file__} cannot be written (", "make room")
     nowhere = "http://127.0.0.1:9"
     env = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": nowhere, "https_proxy": nowhere}
     done = run(corpus, tmp_path / "out", encoding="gpt2", env=env)
     one_line(done.stderr, "encoding=gpt2 has no vocabulary (", "TIKTOKEN_CACHE_DIR")
-
 
 def test_disk_full_leaves_only_whole_shards(corpus, whole, tmp_path, make):
     resource = pytest.importorskip("resource", reason="needs setrlimit")
@@ -424,7 +384,6 @@ def test_disk_full_leaves_only_whole_shards(corpus, whole, tmp_path, make):
     assert len(shards_of(tmp_path)) == 2 and not list(tmp_path.glob("*.part"))
     make(corpus, tmp_path)
     assert digests(tmp_path) == digests(whole)
-
 
 def test_files_are_on_the_disk_and_verified_before_their_names(corpus, tmp_path, make, monkeypatch):
     flushed, renamed, replace = [], [], os.replace
@@ -438,13 +397,11 @@ def test_files_are_on_the_disk_and_verified_before_their_names(corpus, tmp_path,
         fineweb.write_whole(path, lambda file: file.write(b"half"), verify)
     assert len(path.read_bytes()) > 4  # what was there
 
-
 @pytest.mark.parametrize("error, says", [(NotImplementedError(), "(NotImplementedError)"),
                                          (OSError("No locks here.\nNone."), "(No locks here)")])
 def test_a_disk_without_locks(corpus, tmp_path, make, monkeypatch, error, says):
     monkeypatch.setattr("filelock.FileLock.acquire", Mock(side_effect=error))
     assert f"cannot be locked {says}: no" in make(corpus, tmp_path / "new", max_shards=2).out
-
 
 @dataclasses.dataclass
 class Edited:
@@ -452,7 +409,6 @@ class Edited:
     fast: bool = "True"  # 100 % of it
     name: str = False
     rate: float = "1e-3"
-
 
 def test_constants_and_flags(monkeypatch, capsys):
     assert fineweb.make_config(Edited, {}) == Edited(1000, True, "False", 0.001)

@@ -20,15 +20,12 @@ from train_gpt2 import GPT, GPTConfig, save_hugging_face
 VOCAB = 300
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-
 def encode(text):
     """A text's numbers are its tokens: made-up questions need no vocabulary. Words are 0."""
     return [int(word) if word.isdigit() else 0 for word in text.split()]
 
-
 def ids(numbers):
     return " ".join(map(str, numbers))
-
 
 def made_up(n=20, seed=0):
     """Questions of random ids. Some endings are a single token, some contexts too."""
@@ -39,10 +36,8 @@ def made_up(n=20, seed=0):
     return [{"ctx": text(40), "endings": [text(12) for _ in range(4)], "label": r.randrange(4)}
             for _ in range(n)]
 
-
 def prepare(questions, model):
     return hellaswag.prepare(questions, model, encode)
-
 
 def gpt(n_vocab=VOCAB, block_size=64):
     """With large random weights, so that a wrong position or mask shows."""
@@ -53,10 +48,8 @@ def gpt(n_vocab=VOCAB, block_size=64):
         torch.nn.init.normal_(p, std=0.2)
     return model
 
-
 def logits_of(model):  # a function of ids, which does not look like a model of ours
     return lambda idx: model(idx)[0]
-
 
 @torch.no_grad()
 def naive(logits, questions, encode=encode):
@@ -70,7 +63,6 @@ def naive(logits, questions, encode=encode):
             lengths.append(len(ending))
     return torch.tensor(sums).double().view(-1, 4), torch.tensor(lengths).view(-1, 4)
 
-
 def ending_losses(model, questions, encode=encode):
     """What hellaswag makes of the questions, (Q, 4) each, in their order."""
     prepared = hellaswag.prepare(questions, model, encode)
@@ -78,7 +70,6 @@ def ending_losses(model, questions, encode=encode):
     for numbers, *rows in prepared.batches:
         sums[numbers] = hellaswag.ending_losses(model, *rows)
     return sums.view(-1, 4), prepared.lengths
-
 
 def assert_same(model, questions, logits, encode=encode):
     """The losses per token are those of a plain loop; the score is what follows from them."""
@@ -92,12 +83,10 @@ def assert_same(model, questions, logits, encode=encode):
     score = hellaswag.evaluate(model, hellaswag.prepare(questions, model, encode))
     assert score == (acc, acc_norm, len(questions), 0)
 
-
 def test_made_up_questions_score_as_in_a_plain_loop():
     model = gpt()
     assert_same(model, made_up(40), logits_of(model))
     assert_same(logits_of(model), made_up(40), logits_of(model))
-
 
 def test_render_example_pads_four_rows(gpt2_encoding):
     data, tokens, mask, label = hellaswag.render_example(example())
@@ -107,7 +96,6 @@ def test_render_example_pads_four_rows(gpt2_encoding):
         assert row[:len(data["context"])].tolist() == gpt2_encoding.encode(example()["ctx"])
     assert len(hellaswag.gpt2_encode("<|endoftext|>")) > 1  # it is text
 
-
 def test_memory_is_bounded_whatever_the_questions(monkeypatch):
     """Rows of similar length are a batch, or most of it would be padding."""
     monkeypatch.setattr(hellaswag, "CPU_BATCH", 768)
@@ -116,7 +104,6 @@ def test_memory_is_bounded_whatever_the_questions(monkeypatch):
     used = sum(len(encode(q["ctx"])) + len(encode(end)) for q in questions for end in q["endings"])
     assert max(sizes) <= 768 and used <= sum(sizes) < 1.2 * used
     assert len(sizes) < 1.3 * sum(sizes) / 768 + 1
-
 
 def test_a_long_question_loses_the_left_of_its_context():
     def question(context, ending):
@@ -130,7 +117,6 @@ def test_a_long_question_loses_the_left_of_its_context():
     assert hellaswag.evaluate(model, prepare(questions, model)).cut == 2
     expected = naive(logits_of(model), by_hand)[0]
     assert torch.allclose(ending_losses(model, questions)[0], expected, atol=1e-4)
-
 
 def test_scoring_leaves_the_training_as_it_was():
     """It is in the caller's autocast, draws nothing, does without cuDNN, gradients, compiling."""
@@ -146,7 +132,6 @@ def test_scoring_leaves_the_training_as_it_was():
         expected = naive(logits_of(model), questions)[0]
     assert torch.equal(state, torch.random.get_rng_state())
     assert 0 < (low - plain).abs().max() < 3 and (low - expected).abs().mean() < 0.3
-
 
 def one_of_two(rank, store, expected):
     """A rank's score; and that each raises if rank 1's model is broken. Rank 1 has a batch less."""
@@ -164,17 +149,14 @@ def one_of_two(rank, store, expected):
         hellaswag.evaluate(model, prepared)
     dist.destroy_process_group()
 
-
 def test_two_processes_are_one(tmp_path):
     expected = hellaswag.evaluate(gpt(), prepare(made_up(50), gpt()))
     torch.multiprocessing.start_processes(one_of_two, (str(tmp_path / "store"), expected),
                                           nprocs=2, start_method="forkserver")
 
-
 def example(**changes):
     return {"ind": 1, "ctx": "A man is on a roof. he", "label": 3,
             "endings": ["falls off.", "sings.", "sleeps.", "is a roof."]} | changes
-
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
@@ -189,14 +171,12 @@ def data(tmp_path, monkeypatch):
         hellaswag.DATA.write_bytes(b"\n".join(lines) + b"\n")
     return put
 
-
 def test_questions_come_in_file_order_with_labels_as_numbers(data):
     data(example(), example(label="2", ctx="line\u2028separator"), example(label=0))
     got = list(hellaswag.iterate_examples("val"))
     assert [e["label"] for e in got] == [3, 2, 0] and got[0] == example()
     with pytest.raises(ValueError, match="split=train"):
         hellaswag.iterate_examples("train")
-
 
 @pytest.mark.parametrize("last", [
     (), (b'{"ctx": "A ma',), (b"\xff\xfe",), (example(label=4),), (example(label=""),),
@@ -205,7 +185,6 @@ def test_damaged_questions_are_one_line(last, data):
     data(example(), example(), *last)
     with pytest.raises(UserError, match=r"^/.*\.jsonl is damaged \(.+\): delete it.*\Z"):
         hellaswag.iterate_examples("val")
-
 
 @pytest.fixture
 def fetch(data, monkeypatch, tmp_path):
@@ -221,7 +200,6 @@ def fetch(data, monkeypatch, tmp_path):
         return list(hellaswag.iterate_examples("val")), get
     return start
 
-
 def test_fetching_from_the_hub_once(fetch, capsys, monkeypatch):
     monkeypatch.setattr(hellaswag, "write_whole", whole := mock.Mock(wraps=hellaswag.write_whole))
     got, get = fetch()
@@ -233,7 +211,6 @@ def test_fetching_from_the_hub_once(fetch, capsys, monkeypatch):
     assert list(hellaswag.DATA.parent.iterdir()) == [hellaswag.DATA]  # no leftovers
     assert capsys.readouterr().out.startswith("downloading HellaSwag")
 
-
 @pytest.mark.parametrize("n, content, error, reason", [
     (2, None, None, "2 of 3 questions"), (3, b"PAR1 not", None, "[Pp]arquet"),
     (3, None, ConnectionError("no\nnetwork"), "no")])
@@ -243,14 +220,12 @@ def test_no_good_download_is_one_line(n, content, error, reason, fetch, capsys):
         fetch(n, content, side_effect=error)
     assert not hellaswag.DATA.exists() and capsys.readouterr().err == ""
 
-
 @pytest.fixture(scope="module")
 def folder(is_gpt2, tmp_path_factory):
     """A tiny GPT of ours with GPT-2's vocabulary, exported without a tokenizer."""
     path = tmp_path_factory.mktemp("hf") / "tiny"
     save_hugging_face(gpt(n_vocab=50257), path)
     return path
-
 
 @pytest.fixture
 def main(data, monkeypatch):
@@ -261,7 +236,6 @@ def main(data, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["hellaswag.py", "-d", "cpu", *map(str, args)])
         hellaswag.main()
     return run
-
 
 def test_command_line_scores_a_folder(folder, main, gpt2_encoding, capsys):
     main("-m", folder)
@@ -275,14 +249,12 @@ def test_command_line_scores_a_folder(folder, main, gpt2_encoding, capsys):
     main("-m", folder, "--limit", 2)
     assert "2 questions (0 cut" in capsys.readouterr().out
 
-
 def test_transformers_and_ours_agree_on_the_same_weights(folder, tmp_path):
     theirs, text_to_ids = hellaswag.load_model(str(folder), "cpu")
     assert text_to_ids == hellaswag.gpt2_encode
     assert_same(theirs, made_up(), logits_of(gpt(n_vocab=50257)))
     theirs.half().save_pretrained(tmp_path)  # published scores are float32's
     assert hellaswag.load_model(str(tmp_path), "cpu")[0].dtype == torch.float32
-
 
 def test_another_vocabulary_comes_with_its_tokenizer(is_gpt2, tmp_path):
     save_hugging_face(gpt(n_vocab=257), tmp_path, get_encoding("bytes"))
@@ -291,7 +263,6 @@ def test_another_vocabulary_comes_with_its_tokenizer(is_gpt2, tmp_path):
     endings = [[32, 99], [32, 100], [32, 101], [32, 102, 32, 103]]
     assert hellaswag.tokenize(question, text_to_ids) == ([97, 98], endings)
     assert hellaswag.tokenize(question, lambda text: [1, *text.encode()]) == ([1, 97, 98], endings)
-
 
 def test_bad_models_are_one_line(tmp_path, folder, main, monkeypatch, capsys):
     """No such; a pickle; a layer without weights; no tokenizer; Python code of its own."""
@@ -313,7 +284,6 @@ def test_bad_models_are_one_line(tmp_path, folder, main, monkeypatch, capsys):
             main("-m", name)
         one_line(f"{e.value.code}\n", f"-m {name} cannot be loaded on -d cpu", reason)
     assert capsys.readouterr().err == "" and not (tmp_path / "was_run").exists()
-
 
 def test_importing_does_nothing_and_a_mistake_is_one_line(tmp_path):
     code = ("import sys, runpy, fineweb; print({'torch', 'pyarrow', 'fsspec'} & {*sys.modules})\n"

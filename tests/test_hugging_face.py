@@ -20,19 +20,16 @@ pytestmark = pytest.mark.usefixtures("one_thread", "is_gpt2")
 ODD_TEXT = ("Don't , stop . it's  \n\n\t \r\n naïve e\u0301 ﬁ 日本語 🙂👩‍👩‍👧 \u200b\u2028"
             "\ufeff\xa0\x85 \x00\x07\x1b[0m ١٢٣ ²½Ⅷ ſİ 'LL we'Ll 1234567 !?.. " + "x" * 300)
 
-
 def hf_model(**constants):
     defaults = dict(vocab_size=257, n_positions=32, n_layer=2, n_head=2, n_embd=16)
     config = transformers.GPT2Config(**defaults | constants, bos_token_id=0, eos_token_id=0)
     return shake(transformers.GPT2LMHeadModel(config)).eval()
-
 
 def our_model(n_vocab=257, block_size=32):
     model = shake(t.GPT(t.GPTConfig(block_size=block_size, vocab_size=t.padded(n_vocab), n_layer=2,
                                     n_head=2, n_embd=16, n_vocab=n_vocab)))
     model.lm_head.weight.data[n_vocab:] = 0
     return model
-
 
 @torch.no_grad()
 def assert_same_logits(ours, theirs):
@@ -41,11 +38,9 @@ def assert_same_logits(ours, theirs):
     assert b.std() > 0.1  # else 1e-5 would prove nothing
     torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
-
 def assert_same_weights(a, b):
     a, b = a.state_dict(), b.state_dict()
     assert a.keys() == b.keys() and all(torch.equal(a[key], b[key]) for key in a)
-
 
 @pytest.mark.parametrize("n_layer, n_head, n_vocab, dtype", [
     (12, 12, 257, torch.float32), (48, 25, 257, torch.bfloat16), (1, 8, 50257, torch.float32)])
@@ -63,7 +58,6 @@ def test_loads_every_shape(n_layer, n_head, n_vocab, dtype, tmp_path, request):
     assert not model.lm_head.weight[n_vocab:].any()
     assert_same_logits(model, hf.float())
 
-
 def test_loads_the_form_of_openais_own_checkpoint(tmp_path):
     """On the hub, gpt2's names lack "transformer.", it has attention masks and no lm_head."""
     hf = hf_model()
@@ -74,7 +68,6 @@ def test_loads_the_form_of_openais_own_checkpoint(tmp_path):
     safetensors.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
     assert_same_logits(t.load_hugging_face(tmp_path), hf)
 
-
 @pytest.fixture(params=("bytes", "gpt2", "p50k_base", "cl100k_base"))
 def encoding(request):
     try:
@@ -82,7 +75,6 @@ def encoding(request):
         return t.get_encoding(request.param)
     except (OSError, ValueError, t.UserError) as e:
         pytest.skip(f"{request.param} is not at hand ({type(e).__name__})")
-
 
 @pytest.mark.parametrize("encoding", ["bytes", "p50k_base"], indirect=True)  # not its last id
 def test_exported_folder_just_works(encoding, tmp_path):
@@ -102,7 +94,6 @@ def test_exported_folder_just_works(encoding, tmp_path):
     assert list(made[0]["generated_token_ids"]) == expected[0].tolist()[:n]
     assert pipe("To be")[0]["generated_text"].startswith("To be")
 
-
 def test_tokenizer_equals_tiktokens(encoding, tmp_path):
     t.hugging_face_tokenizer(encoding, 32).save_pretrained(tmp_path)
     transformers.GPT2Config(n_layer=1).save_pretrained(tmp_path)
@@ -119,7 +110,6 @@ def test_tokenizer_equals_tiktokens(encoding, tmp_path):
             text = text.replace(token, "")
         assert tokenizer.decode(tokens, skip_special_tokens=True) == text
 
-
 def forked(cwd, **changes):
     """A run in the folder cwd, which logs into its log/. Weights decide the shape, epochs steps."""
     constants = dict(data="text.txt", log_dir="log", T=32, total_batch_size=256, epochs=0.02,
@@ -128,7 +118,6 @@ def forked(cwd, **changes):
         for name in ("n_layer", "n_head", "n_embd", "encoding", "max_steps"):
             TINY.pop(name)
         return Forked(None, cwd=cwd, hide=["matplotlib"], **constants | changes)
-
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -141,7 +130,6 @@ def trained(tmp_path_factory):
     assert run.wait() == 0, run.err
     run.folder, run.hf = folder, hf
     return run
-
 
 def test_trains_from_a_folder(trained):
     """The first validation sees that model's loss; the end exports the last checkpoint."""
@@ -162,7 +150,6 @@ def test_trains_from_a_folder(trained):
                   "exported log/checkpoint_00004.pt to log/hf/", "sample at step 4 ---\nGrüße"):
         assert words in trained.out
     assert "//" not in trained.out
-
 
 def test_samples_of_the_newest_weights(trained):
     """No data, no lock, whose they are and the texts on stdout; the same seed is the same text."""
@@ -186,7 +173,6 @@ def test_samples_of_the_newest_weights(trained):
     assert not (trained.folder / "none").exists()
     assert sampled(sample_prompt="").startswith("<|endoftext|>")
 
-
 def test_odd_texts_around_a_sample(monkeypatch):
     """It begins and ends anywhere, also amid a letter of two bytes. A prompt is text."""
     monkeypatch.setattr(t.GPT, "generate", generate := mock.Mock())
@@ -198,14 +184,12 @@ def test_odd_texts_around_a_sample(monkeypatch):
     assert generate.call_args.args[0].tolist() == [[*b"<|endoftext|>"]]
     assert generate.call_args.args[1] == 7
 
-
 BAD_FOLDERS = [  # changes of config.json, or what else is done to the folder; what the line says
     (dict(activation_function="relu"), "logits differ by"),
     (dict(n_layer=3), "transformer.h.2.* is not in both"), (dict(n_positions=40), "mismatched"),
     (lambda folder: (folder / "config.json").write_text("{"), "JSON"),
     (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     (lambda folder: os.truncate(folder / "model.safetensors", 5000), "")]
-
 
 @pytest.mark.parametrize("change, expected", BAD_FOLDERS)
 def test_a_bad_folder_is_a_line(change, expected, tmp_path):
@@ -219,11 +203,9 @@ def test_a_bad_folder_is_a_line(change, expected, tmp_path):
         t.load_hugging_face(tmp_path)
     assert "\n" not in str(e.value)
 
-
 def save_checkpoint(path, model, **more):  # as other code wrote it
     torch.save({"model": model.state_dict() | more, "gpt_config": dataclasses.asdict(model.config),
                 "encoding": "bytes", "code": 7}, path)
-
 
 def test_weights_of_a_model_without_what_an_edit_added(tmp_path, monkeypatch, capsys):
     """What is new begins as the code has it: LoRA on GPT-2. Of a run's folder, the best count."""
@@ -242,7 +224,6 @@ def test_weights_of_a_model_without_what_an_edit_added(tmp_path, monkeypatch, ca
     assert weights["transformer.h.1.attn.gate"].tolist() == [0.5] * 5
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
 
-
 BAD_NAMES = {  # name: (what differs, what the line must hold)
     "context too short": (dict(init_from="start", T=64), ["init_from=start", "48", "T"]),
     "another vocabulary": (dict(init_from="other.pt"), ["other.pt", "300"]),
@@ -251,7 +232,6 @@ BAD_NAMES = {  # name: (what differs, what the line must hold)
     "unreachable hub": (dict(init_from="gpt2-medium"), ["gpt2-medium cannot", "connect to"]),
     "neither here nor there": (dict(init_from="gtp2"), ["init_from=gtp2 is no file", "gpt2-xl"]),
     "nothing to sample": (dict(sample=1), ["log_dir=bad holds no weights", "--init_from"])}
-
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_bad_name_is_a_line(name, trained):

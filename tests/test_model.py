@@ -12,16 +12,13 @@ import train_gpt2 as t
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-
 def small(**changes):
     torch.manual_seed(0)
     shape = dict(block_size=32, vocab_size=384, n_layer=2, n_head=2, n_embd=32, n_vocab=257)
     return t.GPT(t.GPTConfig(**shape | changes))
 
-
 def seeded(seed=5):
     return torch.Generator().manual_seed(seed)
-
 
 def shake(model):
     """Away from the initial zeros and ones, so that every bias and gain shows."""
@@ -29,17 +26,14 @@ def shake(model):
         p.data += torch.randn(p.shape, generator=seeded(p.numel())) * 0.05
     return model
 
-
 def ids(B=4, T=32, seed=0):
     return torch.randint(257, (B, T), generator=seeded(seed))
-
 
 def test_parameters_of_gpt2_small(is_gpt2):
     with torch.device("meta"):
         model = t.GPT(t.GPTConfig(vocab_size=50257))
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
     assert model.lm_head.weight is model.transformer.wte.weight
-
 
 def test_initial_weights_and_loss():
     model = small(n_layer=8, n_embd=128)
@@ -52,7 +46,6 @@ def test_initial_weights_and_loss():
             assert abs(p[:257].std().item() / expected - 1) < 0.05, name
     assert not model.transformer.wte.weight[257:].any()
 
-
 def test_a_token_sees_only_what_came_before():
     model, a = small(), ids()
     b = a.clone()
@@ -60,12 +53,10 @@ def test_a_token_sees_only_what_came_before():
     assert torch.equal(model(a)[0][:, :20], model(b)[0][:, :20])
     assert not torch.allclose(model(a)[0][:, 20:], model(b)[0][:, 20:])
 
-
 def loss_and_gradients(model, loss):
     model.zero_grad()
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
-
 
 @pytest.mark.parametrize("left_out, smoothing", [(0, 0.0), (40, 0.0), (40, 0.1)])
 def test_loss_is_that_of_logits_without_the_padding(monkeypatch, left_out, smoothing):
@@ -89,7 +80,6 @@ def test_loss_is_that_of_logits_without_the_padding(monkeypatch, left_out, smoot
     assert not grads["transformer.wte.weight"][257:].any()
     assert model(idx, torch.full_like(idx, -100))[1] == 0  # not 0 / 0
 
-
 def test_loss_is_computed_in_float32_under_autocast():
     """A GPU's autocast leaves the loss in the dtype that it is given."""
     model, stream = small(), []
@@ -101,7 +91,6 @@ def test_loss_is_computed_in_float32_under_autocast():
     assert stream == [torch.bfloat16]  # what the blocks add to: float32 is twice the memory
     assert cross_entropy.call_args.args[0].dtype == loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), abs=0.02) and loss.item() != exact.item()
-
 
 def test_compiled_is_the_same_model():
     """One graph for training; samples, of any length, compile nothing."""
@@ -119,7 +108,6 @@ def test_compiled_is_the_same_model():
         assert torch.equal(model.generate(text[:, :-3], 3, temperature=0), text)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
-
 def naive(model, idx, n, temperature, top_k, generator=None):
     for _ in range(n):
         logits = model(idx[:, -32:])[0][:, -1]
@@ -127,7 +115,6 @@ def naive(model, idx, n, temperature, top_k, generator=None):
         probs = logits.masked_fill(logits < worst, -math.inf).div(temperature).softmax(-1)
         idx = torch.cat((idx, torch.multinomial(probs, 1, generator=generator)), dim=1)
     return idx
-
 
 @pytest.mark.parametrize("length", (1, 20, 32, 45))
 @torch.no_grad()
@@ -139,7 +126,6 @@ def test_generate_from_prompts_of_any_length(length):
         expected = naive(model, idx, 40, temperature, min(top_k or 257, 257), seeded())
         assert torch.equal(model.generate(idx, 40, temperature, top_k, seeded()), expected)
 
-
 def test_generate_leaves_training_alone():
     """Torch's random state stays; seeds decide, under autocast as well."""
     model, idx = shake(small()), ids(2, 8)
@@ -149,7 +135,6 @@ def test_generate_leaves_training_alone():
     assert torch.equal(a, b) and not torch.equal(a, c) and not a.requires_grad
     assert torch.equal(torch.get_rng_state(), state)
 
-
 def stub_run(model, cfg, rows, optimizers=None, float16=False):
     """As much of a Run as train_step() needs; each micro-step gets all the rows."""
     state = t.State(model, optimizers or t.configure_optimizers(model, cfg),
@@ -157,7 +142,6 @@ def stub_run(model, cfg, rows, optimizers=None, float16=False):
     run = mock.MagicMock(cfg=cfg, state=state, ddp_model=model, device=torch.device("cpu"))
     run.train_loader.batch.return_value = rows[:, :-1], rows[:, 1:]
     return run
-
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_batch_can_be_overfitted(optimizer):
@@ -167,7 +151,6 @@ def test_one_batch_can_be_overfitted(optimizer):
     for _ in range(cfg.max_steps):
         loss, _ = t.train_step(run)
     assert loss.item() < 0.01
-
 
 @pytest.mark.parametrize("micro_steps, processes, grad_clip", [(1, 2, 0.1), (4, 1, 0.1), (4, 2, 0)])
 def test_a_step_moves_by_the_clipped_gradient(monkeypatch, micro_steps, processes, grad_clip):
@@ -195,7 +178,6 @@ def test_a_step_moves_by_the_clipped_gradient(monkeypatch, micro_steps, processe
         torch.testing.assert_close(before[name] - p, factor * grads[name], atol=1e-6, rtol=1e-3)
         assert p.grad is None
 
-
 @pytest.mark.parametrize("shape, quarter", [("linear", 0.75), ("cosine", 0.5 + 0.5**1.5)])
 def test_learning_rate_at_the_corners(shape, quarter):
     cfg, fall = t.Config(lr_shape=shape), 19073 - 715
@@ -203,7 +185,6 @@ def test_learning_rate_at_the_corners(shape, quarter):
                 715 + fall // 4: 6e-5 + quarter * 5.4e-4, 10**6: 6e-5}
     assert {n: t.get_lr(n, cfg) for n in expected} == pytest.approx(expected, rel=1e-3)
     assert t.get_lr(0, t.Config(warmup_steps=0)) == pytest.approx(6e-4)
-
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_every_parameter_has_its_place_in_the_optimizers(optimizer):
@@ -222,7 +203,6 @@ def test_every_parameter_has_its_place_in_the_optimizers(optimizer):
         assert (kind, decay, ratio) == expected, names[p]
     adamw = optimizers[0].param_groups[0]
     assert (adamw["betas"], adamw["eps"], adamw["fused"]) == ((0.9, 0.95), 1e-8, True)
-
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 0.02), (torch.bfloat16, 0.08)])
 def test_our_muon_is_torchs(dtype, tolerance):
@@ -245,7 +225,6 @@ def test_our_muon_is_torchs(dtype, tolerance):
         assert (p - q).norm() / q.norm() < tolerance
     assert (unused == 1).all()
 
-
 def test_muon_takes_query_key_and_value_apart():
     """In one matrix, the largest gradient, which is value's, would leave little of the others."""
     def after_a_step(grad):
@@ -256,7 +235,6 @@ def test_muon_takes_query_key_and_value_apart():
     grad = torch.randn(72, 24, generator=seeded())
     grad[48:] *= 100
     torch.testing.assert_close(after_a_step(grad), torch.cat([*map(after_a_step, grad.chunk(3))]))
-
 
 def test_newton_schulz_makes_singular_values_one():
     G = torch.randn(3, 40, 20, generator=seeded()) * torch.tensor([1e-3, 1, 1e3]).view(3, 1, 1)

@@ -23,7 +23,6 @@ import train_gpt2 as t
 TRAINING = "".join(f"{step} train {1 + 9 * 0.9**step + step % 2}\n" for step in range(1000))
 LOG = TRAINING + "0 val 10.9\n250 val 7.1\n0 hella 0.25\n250 hella 0.26\n"
 
-
 def draw(folder, log, data="."):
     (folder / "edufineweb_val_000000.npy").touch()
     (folder / "log.txt").write_text(log)
@@ -32,13 +31,11 @@ def draw(folder, log, data="."):
     t.draw_curves(str(folder))
     return folder / "curves.png"
 
-
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")  # told each time
 @pytest.mark.parametrize("log", [LOG, "0 val 10.9\n", "0 val 10.9\n0 train 5.5\n1 train 5\n"])
 def test_curves_are_drawn_of_any_log(tmp_path, log):
     pytest.importorskip("matplotlib")
     assert draw(tmp_path, log).read_bytes().startswith(b"\x89PNG")
-
 
 def test_curves_show_what_matters(tmp_path, monkeypatch):
     """Smoothed, from where the loss has come down, and beside what there is to beat."""
@@ -57,7 +54,6 @@ def test_curves_show_what_matters(tmp_path, monkeypatch):
     axis, norm = seen[1].axes  # any stream has its curve; of another corpus, GPT-2 says nothing
     assert "3.2924" not in str([text.get_text() for text in axis.get_legend().texts])
     assert norm.get_ylabel() == "norm"
-
 
 def test_a_run_describes_itself(tmp_path):
     """Constants, versions, the command of each start and, at the end, the result, which is also
@@ -83,7 +79,6 @@ def test_a_run_describes_itself(tmp_path):
     assert second["command"][1:] == flags(tmp_path / "log", max_steps=4)
     assert {"torch", "python", "code", "time"} <= set(second)
 
-
 def step_399(monkeypatch, *others, float16=False):
     """Run after its step 399; others: loss, norm and signal of processes beside this one."""
     monkeypatch.setattr(t, "world_size", lambda: 1 + len(others))
@@ -96,7 +91,6 @@ def step_399(monkeypatch, *others, float16=False):
     run.state.scaler.is_enabled.return_value = float16
     run.state.scaler.get_scale.return_value = float16 == "fine"  # 0 where all were skipped
     return run
-
 
 def test_the_numbers_of_a_step(monkeypatch, capsys):
     """Time for 600 steps by the median, in which one that took long does not count. A stream of
@@ -114,7 +108,6 @@ def test_the_numbers_of_a_step(monkeypatch, capsys):
     t.print_line(run, 400)
     assert capsys.readouterr().out == "" and not run.unsaid
 
-
 def test_processes_agree_on_a_step(monkeypatch):
     """The loss is of all their rows; a signal to one stops all, or they would wait for it. Where
     their gradients differ, they train models that nobody has."""
@@ -124,7 +117,6 @@ def test_processes_agree_on_a_step(monkeypatch):
     assert t.over_all_processes(run, *mine) == (4.0, 0.75, True)
     with pytest.raises(t.UserError, match="step 399 .*0.75 .*0.7501.* different models"):
         t.over_all_processes(step_399(monkeypatch, (2.5, 0.7501, 0.0)), *mine)
-
 
 @pytest.mark.parametrize("loss, norm, float16, ends", [
     (1.0, math.inf, "fine", False), (1.0, math.nan, "fine", False), (math.nan, 1.0, "fine", True),
@@ -141,7 +133,6 @@ def test_what_ends_a_run(monkeypatch, loss, norm, float16, ends):
         t.check_step(run, loss, norm)
     assert bool(run.folder.write_run.call_args_list) == ends  # {"failed": ...}, for run.json
 
-
 def test_the_first_lines_count_epochs_and_what_is_trained(capsys):
     """An edit that freezes a part, or lets it decay, shows."""
     model, cfg = small(), t.Config(max_steps=10, total_batch_size=4096, T=1024)
@@ -155,7 +146,6 @@ def test_the_first_lines_count_epochs_and_what_is_trained(capsys):
     assert re.search(r"(\S+) in 10 tensors by AdamW with decay 0.1; 896 in 18 tensors by AdamW "
                      "with decay 0.0\n", out)[1] == f"{sum(p.numel() for p in matrices):,}"
 
-
 def test_only_the_newest_drawing_waits(tmp_path, monkeypatch):
     """A save that takes long would be followed by a picture for each evaluation meanwhile."""
     folder, hold = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data"), Future()
@@ -166,7 +156,6 @@ def test_only_the_newest_drawing_waits(tmp_path, monkeypatch):
     hold.set_result(None)
     folder.close()
     draw_curves.assert_called_once_with(tmp_path)
-
 
 def test_what_stays_in_a_log(tmp_path, monkeypatch):
     """Steps that come again go, and half a line; comments stay."""
@@ -180,7 +169,6 @@ def test_what_stays_in_a_log(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.print", mock.Mock(side_effect=OSError("No space left")))
     t.print0("to a file on the same disk")
 
-
 def test_files_are_never_half_written(tmp_path, monkeypatch):
     """A kill amid run.json would end every later start."""
     monkeypatch.setattr("os.replace", mock.Mock(side_effect=KeyboardInterrupt))  # the last moment
@@ -192,7 +180,6 @@ def test_files_are_never_half_written(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         draw(tmp_path, LOG)
     assert not (tmp_path / "curves.png").exists()
-
 
 @pytest.mark.parametrize("script", [t, fineweb, hellaswag])
 def test_help_fits_a_terminal_and_prints_nothing_else(script, monkeypatch, capsys):
@@ -213,7 +200,6 @@ def test_help_fits_a_terminal_and_prints_nothing_else(script, monkeypatch, capsy
                 preset = t.PRESETS[name]
                 said = f"in {name} {preset.get(field.name)!r}"
                 assert (said in entry) == (field.name in preset), entry
-
 
 def test_an_ascii_terminal_shows_everything(tmp_path):
     """And a machine without matplotlib and transformers trains, too."""

@@ -16,14 +16,12 @@ from torch.nn import functional as F
 import hellaswag
 import train_gpt2 as t
 
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the text that all train on."""
     folder = tmp_path_factory.mktemp("train")
     write_text(folder)
     return folder
-
 
 def save_shards(folder, train=5000, val=1000):
     """Shards of random bytes; 0 tokens: no such shard."""
@@ -32,7 +30,6 @@ def save_shards(folder, train=5000, val=1000):
     for split, size in (("train", train), ("val", val)):
         if size:
             np.save(folder / f"x_{split}_000000.npy", tokens[:size])
-
 
 def test_quick_start_and_then_the_real_thing(tmp_path, monkeypatch):
     """Beside what a fineweb.py that failed left; with shards, the same command trains on those.
@@ -61,7 +58,6 @@ def test_quick_start_and_then_the_real_thing(tmp_path, monkeypatch):
     cfg, lines = t.choose_settings({})  # of the same command
     assert cfg == t.Config() and "settings  Config" in lines
 
-
 def test_a_text_gets_small_and_a_folder_config_and_flags_win(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path)
@@ -75,7 +71,6 @@ def test_a_text_gets_small_and_a_folder_config_and_flags_win(tmp_path, monkeypat
     cfg, lines = t.choose_settings(given | {"data": "shards"})
     assert cfg == t.Config(data="shards", n_layer=5, seed=7)
     assert "Config" in lines and "SMALL" not in lines
-
 
 def test_weights_decide_their_shape_and_a_text_is_what_they_are_tuned_to(folder, monkeypatch):
     """SMALL's learning rate and steps would wipe out what the weights know."""
@@ -92,7 +87,6 @@ def test_weights_decide_their_shape_and_a_text_is_what_they_are_tuned_to(folder,
     with pytest.raises(t.UserError, match="init_from=weights decides n_embd: "):
         t.choose_settings(given | {"n_embd": "24"})
     assert t.choose_settings(given | {"n_embd": "12"})[0].n_embd == 12  # as a run that continues
-
 
 def test_training_is_a_plain_loop(folder):
     """What the script does around a model, its data and AdamW must not show in the losses. And
@@ -122,7 +116,6 @@ def test_training_is_a_plain_loop(folder):
         losses[step, "train"] = loss.item()
     assert_close_logs(run.log_dir, losses)
 
-
 def test_an_edited_copy_of_the_script_trains_with_its_constants(tmp_path):
     """The command has no flags. The comments of what was edited are gone, or have one space."""
     save_shards(tmp_path / "edu_fineweb10B")
@@ -140,7 +133,6 @@ def test_an_edited_copy_of_the_script_trains_with_its_constants(tmp_path):
     assert "n_layer=1, n_head=2, n_embd=16" in done.stdout
     assert [step for step, stream in read_log(tmp_path / "log") if stream == "train"] == [0, 1]
 
-
 @pytest.mark.parametrize("n, optimizer", [(2, "adamw"), (2, "muon"), (8, "muon")])
 def test_n_processes_are_the_same_training(folder, n, optimizer):
     """For 8 there is a row each: B is lowered."""
@@ -151,7 +143,6 @@ def test_n_processes_are_the_same_training(folder, n, optimizer):
     assert statuses == [0] * n, [run.err for run in runs]
     assert_close_logs(one.log_dir, runs[0].log_dir)
     assert runs[0].out.count("--- sample at step 20 ---") == 1 and runs[1].out == ""
-
 
 @pytest.mark.parametrize("processes, tokens, T, B, lowered", [
     (8, 2048, 64, 32, 4), (8, 524288, 1024, 64, 64), (1, 524288, 1024, 60, 32), (4, 96, 8, 9, 3),
@@ -164,7 +155,6 @@ def test_b_is_lowered_to_what_fits_a_step(monkeypatch, processes, tokens, T, B, 
     cfg = t.Config(data=__file__, total_batch_size=tokens, T=T, B=B)
     t.check_config(cfg)
     assert cfg.B == lowered
-
 
 def test_restarted_processes_do_not_meet_the_dead(monkeypatch):
     """torchrun's store outlives a restart, and holds the addresses of those that were killed."""
@@ -182,7 +172,6 @@ def test_restarted_processes_do_not_meet_the_dead(monkeypatch):
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")  # machines, which count their restarts apart
     with pytest.raises(t.UserError, match="--max-restarts"):
         t.join_processes(torch.device("cpu"))
-
 
 def test_rank_0_alone_has_the_questions(monkeypatch, capsys):
     """The others would download them, too, or score nothing. Without any, training goes on. What is
@@ -207,7 +196,6 @@ def test_rank_0_alone_has_the_questions(monkeypatch, capsys):
     run = MagicMock()
     assert t.hellaswag_score(run) == 0.3 and run.autocast().__enter__.called
     evaluate.assert_called_once_with(run.state.eval_model, run.hellaswag)
-
 
 def test_the_order_of_things(monkeypatch):
     """First a save, or an evaluation that fails costs steps; everything when it is due."""
@@ -236,7 +224,6 @@ def test_the_order_of_things(monkeypatch):
     t.train(run)  # until a signal
     assert state.step == 9 and seen[-3:] == [*step, "finish"]
 
-
 def test_a_failure_ends_the_process_after_its_save(monkeypatch, capsys):
     """A normal exit would wait for other processes, which may wait for this one."""
     monkeypatch.setattr(t, "set_up", set_up := mock.Mock(return_value=MagicMock()))
@@ -250,7 +237,6 @@ def test_a_failure_ends_the_process_after_its_save(monkeypatch, capsys):
     err = capsys.readouterr().err  # not told by its text
     assert err.startswith("Traceback") and err.endswith("RuntimeError: can't allocate memory\n")
     assert set_up().folder.close.called and end.call_args.args == (1,)
-
 
 MISTAKES = {  # name: (constants that differ, what the line must hold)
     "missing shards": (dict(data="edu_fineweb10B", encoding="gpt2", env={  # told before the next
@@ -275,7 +261,6 @@ LATER = {  # while training
                       ["Out of memory", "--B"]),
     "no memory": (dict(arrange={"raise_at": (3, MemoryError())}), ["Out of memory", "--B"])}
 
-
 @pytest.mark.parametrize("name", [*MISTAKES, *LATER])
 def test_a_mistake_gets_one_clear_line(folder, tmp_path, name):
     save_shards(tmp_path / "noval", val=0)
@@ -288,14 +273,12 @@ def test_a_mistake_gets_one_clear_line(folder, tmp_path, name):
     one_line(run.err, *expected)
     assert run.log_dir.exists() == (name in LATER)
 
-
 BAD = """--n_embd=0 --n_layer=0 --n_head=0 --n_head=5 --T=0 --B=0 --B=0.5 --dropout=1 --dropout=2
     --max_steps=-5 --max_steps=many --epochs=-1 --max_lr=0 --max_lr=nan --max_lr=inf --min_lr=-1
     --muon_lr_ratio=-1 --lr_shape=square --warmup_steps=-1 --weight_decay=-1 --grad_clip=-1
     --total_batch_size=0 --total_batch_size=1000 --seed=-1 --shuffle=2 --val_tokens=0
     --eval_every=-1 --sample_tokens=-1 --temperature=-1 --top_k=-1 --sample=-1 --keep_every=0.5
     --device=gpu --dtype=float8 --compile=maybe --encoding=morse --optimizer=sgd""".split()
-
 
 @pytest.mark.parametrize("flag", BAD)
 def test_a_value_that_cannot_be_is_named(folder, tmp_path, monkeypatch, capsys, flag):
@@ -308,7 +291,6 @@ def test_a_value_that_cannot_be_is_named(folder, tmp_path, monkeypatch, capsys, 
         t.main()
     one_line(capsys.readouterr().err, flag.partition("=")[0][2:] + "=")
     assert not any(tmp_path.iterdir())
-
 
 def test_a_mistake_of_one_process_ends_all_after_its_save(folder):
     """The others would wait for it, or the save in progress would be cut off."""
