@@ -570,7 +570,7 @@ def train(run):
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
             print_line(run, step)
             run.folder.draw()
-        if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):  # not untrained weights
+        if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):  # not before a training
             print_sample(run)
         if step >= cfg.max_steps:
             break
@@ -626,7 +626,7 @@ def choose_settings(flags):
     data, note = flags.get("data", Config.data), ""
     if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
-        note = ("Quick start, a small GPT on Shakespeare: edu_fineweb10B/ holds no shards.\n"
+        note = ("Quick start on Shakespeare: edu_fineweb10B/ holds no shards.\n"
                 "For GPT-2 (124M): python fineweb.py, and the same command again.\n\n")
     init_from = flags.get("init_from", Config.init_from)
     preset_name = "Config"
@@ -652,8 +652,8 @@ def choose_settings(flags):
         return cfg, "settings  Config, as data is not a text file"
     values = " ".join(f"{constant}={getattr(cfg, constant)!r}" for constant in preset | decided)
     weights = " and weights are given" if preset_name == "FINETUNE" else ""
-    return cfg, (f"{'' if weights else note}settings  {preset_name}, not Config, as data is a text "
-                 f"file{weights}:\n{values}")
+    return cfg, (f"{note}settings  {preset_name}, not Config, as data is a text file{weights}:\n"
+                 f"{values}")
 
 def check_config(cfg):
     """Raise UserError for constants that make no training; lower B to one that fits a step."""
@@ -728,7 +728,7 @@ def catch_signals():
 
     def receive(number, frame):
         if event.is_set() and number == signal.SIGINT and alone:
-            print0("Ended at once. The newest checkpoint stays; the same command continues there.")
+            print0("Ended at once. The last checkpoint stays; the same command continues there.")
             os._exit(130)
         event.set()
         again = " Ctrl-C again ends at once." if alone else ""
@@ -914,12 +914,12 @@ class RunFolder:
             self.log.close()
 
     def begin(self, step, continues):
-        """Note this start in run.json; open log.txt. What another run left there is renamed."""
+        """Note this start in run.json; open log.txt. Another run's is renamed, and an older hf."""
         if rank() != 0:
             return
         for name in ("hf", "log.txt"):
             old = self.path / name
-            if old.exists() and not continues:
+            if old.exists() and (not continues or (name == "hf" and step < self.cfg.max_steps)):
                 old.rename(f"{old}_before_{time.strftime('%Y%m%d-%H%M%S')}")
         if continues and (self.path / "run.json").exists():
             self.starts = read_run(self.path)["starts"]
@@ -933,9 +933,8 @@ class RunFolder:
 
     def write_run(self, result=None):
         """Write run.json: constants, data, starts and, at the end, the run's result."""
-        content = {"constants": asdict(self.cfg), "data": self.fingerprint, "starts": self.starts,
-                   "result": result}
-        text = json.dumps(content, indent=2)
+        text = json.dumps({"constants": asdict(self.cfg), "data": self.fingerprint,
+                           "starts": self.starts, "result": result}, indent=2)
         if rank() == 0:
             write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
@@ -965,8 +964,8 @@ class RunFolder:
                 return {key: copied(value) for key, value in part.items()}
             if isinstance(part, (list, tuple)):
                 return [copied(value) for value in part]
-            if not torch.is_tensor(part):
-                return part
+            if not torch.is_tensor(part):  # weights_only=True reads no numbers of NumPy's
+                return part.item() if isinstance(part, np.number) else part
             key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
             if key not in self.host_copies:
                 copy = old_copies.get(key)
@@ -1258,7 +1257,7 @@ def report_step(run, loss, norm):
     left = statistics.median(run.step_seconds) * (cfg.max_steps - step - 1)
     print_line(run, step, f"{more} {datetime.timedelta(seconds=round(left))} left")
 
-def validate(run):
+def validate(run):  # returns the loss
     if run.validated_step < 0:
         warn_of_other_loss(run)
     loss = validation_loss(run, run.val_loader)
@@ -1379,21 +1378,22 @@ def show_result(run):
         bits = result["val"] * run.tokens_per_byte / math.log(2)
         step, loss = min(streams["val"], key=lambda point: point[1])
         result |= {"bits_per_byte": round(bits, 6), "lowest_val": loss, "lowest_step": step,
-                   "best_weights": str(best_checkpoint(run.folder.path))}
+                   "best_weights": str(best_checkpoint(run.folder.path) or "not saved")}
     result |= {"steps": state.step, "tokens": rows_before(cfg, state.step) * cfg.T,
-               "parameters": sum(p.numel() for p in state.raw_model.parameters()),
-               "seconds_per_step": round(statistics.median(run.step_seconds or [0]), 4)}
+               "parameters": sum(p.numel() for p in state.raw_model.parameters())}
+    if run.step_seconds:
+        result["seconds_per_step"] = round(statistics.median(run.step_seconds), 4)
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     run.folder.write_run(result)
-    print0("\n".join(f"{name:18}{value}" for name, value in result.items()))
+    print0("\n".join(f"{name:17} {value}" for name, value in result.items()))
 
 def export(run):
     """Leave the best weights in log_dir/hf; a model that is no GPT-2 any more only gets a line."""
     path = run.folder.path
     try:
         model, best = run.state.eval_model, best_checkpoint(path)
-        if best:  # None if nothing was trained (max_steps=0)
+        if best:  # none of a new model with max_steps=0
             model, _ = load_weights(str(best), **model_constants(run.cfg))
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {best or 'the model'} to {path / 'hf'}/, for transformers, hellaswag.py")

@@ -35,11 +35,15 @@ def read_rows(patterns):
             print(f"{folder} is left out: it holds no run ({t.first_line(e)})")
             continue
         if "val" not in (result or {}):
-            print(f"{folder} is left out: {(result or {}).get('failed', 'it is not finished')}")
+            print(f"{folder} is left out: {(result or {}).get('failed', 'it has no result')}")
             continue
-        del common["seed"], common["log_dir"]
-        rows.setdefault(json.dumps(common, sort_keys=True), []).append((folder, result))
-    return rows
+        seed, _ = common.pop("seed"), common.pop("log_dir")
+        seeds = rows.setdefault(json.dumps(common, sort_keys=True), {})
+        if seed in seeds:
+            print(f"{folder} is left out: {seeds[seed][0]} is the same run")
+            continue
+        seeds[seed] = folder, result
+    return {row: list(seeds.values()) for row, seeds in rows.items()}
 
 def pooled_noise(losses):
     """(Standard deviation of a run, its degrees of freedom) of lists of losses; or (inf, 0)."""
@@ -71,19 +75,26 @@ def table(rows):
                f"{'the baseline' if row == baseline else against} | {result['steps']:,} | "
                f"{result['parameters']:,} | {folder}: {', '.join(differs) or '-'} |")
     yield (f"\nThe noise of a run is {noise:.4f}, pooled over the rows, with {freedom} degrees of "
-           "freedom." if freedom else "\nNo row has two seeds: nothing can be said about noise.")
+           "freedom. By chance alone, one row in twenty is told as ahead or behind."
+           if freedom else "\nNo row has two seeds: nothing can be said about noise.")
 
 def draw(rows, path):
-    """Validation losses of rows over tokens and over seconds of steps; step 0 is left out."""
+    """Validation losses of rows over tokens and over seconds of steps, without step 0; runs that
+    lack one of these are left out."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for number, runs in enumerate(rows.values()):
         curves = []
         for folder, result in runs:
-            steps, losses = np.transpose(t.read_streams(folder)["val"][1:])
+            points = [point for point in t.read_streams(folder)["val"] if point[0] > 0]
+            if not points or "seconds_per_step" not in result:
+                continue
+            steps, losses = np.transpose(points)
             tokens = steps * (result["tokens"] / result["steps"] / 1e6)
             curves.append((tokens, steps * result["seconds_per_step"], losses))
+        if not curves:
+            continue
         n = min(len(losses) for *_, losses in curves)
         mean = np.mean([[values[:n] for values in curve] for curve in curves], axis=0)
         for i, axis in enumerate(axes):

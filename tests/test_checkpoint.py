@@ -178,7 +178,7 @@ def test_a_second_ctrl_c_ends_at_once(halfway, reference):
     folder = halfway("impatient")
     run = Forked(folder, arrange={"signal_at": (signal.SIGINT, 16, 16)})
     assert run.wait() == 130 and not run.err and (16, "train") not in read_log(folder)
-    assert run.out.splitlines()[-1].startswith("Ended at once. The newest checkpoint stays")
+    assert run.out.splitlines()[-1].startswith("Ended at once. The last checkpoint stays")
     run = succeed(Forked(folder, arrange={"signal_at": (signal.SIGTERM, 18, 18)}))
     assert "Stopped by a signal after 19 steps" in run.out
     succeed(Forked(folder))

@@ -21,14 +21,15 @@ def test_a_row_is_what_differs_in_the_seed_alone_and_noise_is_pooled(tmp_path, c
     for name, val, more in (
             ("a1", 2.0, {}), ("a2", 2.2, {}), ("a3", 2.1, {}), ("b1", 2.11, dict(code=2)),
             ("b2", 2.11, dict(code=2)), ("c1", 1.0, dict(max_lr=0.2)), ("d1", None, {}),
-            ("e1", None, {})):
+            ("e1", None, {}), ("f3", 2.1, {})):
         write_run(tmp_path / name, val, **more)
     (tmp_path / "e1" / "run.json").write_text('{"constants"')
     run = json.loads((tmp_path / "d1" / "run.json").read_text()) | {"result": {"failed": "NaN!"}}
     (tmp_path / "d1" / "run.json").write_text(json.dumps(run))
     monkeypatch.setattr("sys.argv", ["compare.py", "a?", "*"])
     compare.main()
-    told_d, told_e, _, _, c, a, b, _, noise = capsys.readouterr().out.splitlines()
+    told_d, told_e, told_f, _, _, c, a, b, _, noise = capsys.readouterr().out.splitlines()
+    assert told_f == "f3 is left out: a3 is the same run"  # it would be no other seed
     assert told_d == "d1 is left out: NaN!" and told_e.startswith("e1 is left out: it holds no run")
     # the squares of 0.1, 0, 0.1, 0, 0 by 2 + 1 degrees of freedom; t is 3.18 for three
     spread = math.sqrt(0.02 / 3)

@@ -65,7 +65,7 @@ def test_a_run_describes_itself(tmp_path):
     text = (tmp_path / "log" / "run.json").read_text()
     run = json.loads(text)
     result, losses = run["result"], dict(t.read_streams(tmp_path / "log")["val"])
-    assert ended.out.endswith("".join(f"{name:18}{value}\n" for name, value in result.items()))
+    assert ended.out.endswith("".join(f"{name:17} {value}\n" for name, value in result.items()))
     assert result["val"] == losses[4] and result["lowest_val"] == min(losses.values())
     assert losses[result["lowest_step"]] == result["lowest_val"] and result["steps"] == 4
     assert result["bits_per_byte"] == pytest.approx(losses[4] / math.log(2), abs=1e-6)  # of bytes
