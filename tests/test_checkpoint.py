@@ -398,7 +398,9 @@ def test_another_runs_log_and_export_are_renamed(tmp_path):
     (tmp_path / "hf").mkdir()
     for old in (tmp_path / "hf" / "model.safetensors", tmp_path / "log.txt"):
         old.write_text("0 train 10.0\n")
-    t.RunFolder(t.Config(log_dir=str(tmp_path)), "data").begin(0, continues=False)
+    folder = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data")
+    folder.begin(0, continues=False)
+    folder.close()
     kept = *tmp_path.glob("log.txt_before_*"), *tmp_path.glob("hf_before_*/model.safetensors")
     assert [path.read_text() for path in kept] == ["0 train 10.0\n"] * 2
     assert (tmp_path / "log.txt").read_text() == "" and not (tmp_path / "hf").exists()

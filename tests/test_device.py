@@ -134,6 +134,7 @@ def test_what_each_dtype_needs(tmp_path, monkeypatch, dtype):
     flash.assert_called_with(True)
     with run.autocast():
         assert str(run.state.raw_model.lm_head(torch.ones(16)).dtype) == f"torch.{dtype}"
+    run.folder.close()
 
 def test_samples_do_without_gradients_and_cudnns_attention(monkeypatch):
     def hidden(*args):
