@@ -102,7 +102,7 @@ def hugging_face_tokenizer(encoding, context):
         ids[token] = i
     backend = Tokenizer(models.BPE(ids, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if merges:  # bytes need no pieces; x{1,3}+ is possessive in tiktoken, (x{1,3})+ in tokenizers
+    if merges:  # bytes need no pieces. tokenizers takes "}+" for a repeat, tiktoken as possessive
         pieces = pre_tokenizers.Split(Regex(parts["pat_str"].replace("}+", "}")), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
@@ -257,10 +257,10 @@ def read_parquet(file, first):
         for part in parquet.iter_batches(batch_rows, row_groups=[number], columns=[TEXT]):
             rows = part[TEXT][first:].cast("large_binary").to_pylist()  # need not be UTF-8
             yield [text and text.decode("utf-8", "replace") for text in rows]
-            first = max(0, first - len(part))
+            first = max(0, first - len(part))  # rows still to skip
 
 def read_json(file, first):
-    """Yield lists of texts, "" where there is none, from line `first` on; half emojis as U+FFFD."""
+    """Yield lists of texts, "" where none is, from line `first` on; lone surrogates as U+FFFD."""
     with io.BufferedReader(file, BATCH_BYTES) as lines:  # fsspec's own reading takes 2 ms a line
         for _ in itertools.islice(lines, first):
             pass
@@ -360,7 +360,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
                     yield shard, {"file": file, "row": row, "used": used}
                     filled = 0
                     bar.reset()
-            used -= len(tokens)  # 0; after a start more, where it skips a whole batch
+            used -= len(tokens)  # 0, or what a restart still has to skip of later batches
     if filled:
         yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
 

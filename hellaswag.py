@@ -101,8 +101,8 @@ def gpt2_encode(text):
 
 def tokenize(example, encode=gpt2_encode):
     """A question's token ids, (context, [four endings]); encode: text -> ids."""
-    # For GPT-2 the same as encode(" " + ending). Some tokenizers begin every text with a token or
-    # a space of their own: so an ending is encoded after a word, whose tokens are then dropped.
+    # An ending is encoded after a word, whose tokens are dropped: some tokenizers begin every text
+    # with a token or a space of their own. For GPT-2 it is the same as encode(" " + ending).
     start = len(encode("a"))
     return encode(example["ctx"]), [encode("a " + ending)[start:] for ending in example["endings"]]
 

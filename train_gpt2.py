@@ -41,8 +41,8 @@ from pathlib import Path
 from typing import Literal
 
 # How long a waiting thread of OpenMP holds a core that others need; read when torch is loaded.
-# A step of the quick start takes 41 ms alone, without this line 40; beside two busy processes 91 to
-# 160, without it 96 to 1,700; beside three 168, without it 550.
+# A step of the quick start in ms, with this line and without it: alone 41 and 40, beside two busy
+# processes 91-160 and 96-1,700, beside three 168 and 550.
 os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
 
 import numpy as np  # noqa: E402
@@ -114,8 +114,8 @@ SMALL = dict(
     val_tokens=131072, hellaswag_every=0, sample_every=800, sample_prompt="\n\n",
     sample_tokens=300, log_dir="log_small", compile="False")
 
-# For a text file and weights (init_from), which decide the shape, the encoding, the longest T, and
-# with their width the rate: Adam's best falls as 1 / width (Yang et al. 2022), 1.3e-4 for gpt2
+# For a text file and weights (init_from). These decide the shape, the encoding, the longest T and,
+# by their width, max_lr: Adam's best falls as 1 / width (Yang et al. 2022), 1.3e-4 for gpt2
 FINETUNE = dict(
     max_lr=0.1,  # choose_settings() divides it by n_embd
     total_batch_size=2048, B=4, T=1024, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
@@ -229,8 +229,8 @@ class GPT(nn.Module):
         """Final hidden states (B, T, C) of token ids idx (B, T)."""
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):  # else the residual stream would stay float32
-            x = x.to(torch.get_autocast_dtype(x.device.type))
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # without this it stays float32
         x = self.dropout(x)
         for block in self.transformer.h:
             x = block(x)
@@ -305,7 +305,7 @@ class DataLoaderLite:
         rows = int(self.rows_in_shard[number])           # 3
         begin = int(ends[i]) - rows                      # 4
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        # rows begin `shift` earlier, none before 0; multiples of 0.618, modulo 1, are far apart
+        # each epoch cuts `shift` tokens earlier: multiples of 0.618 T, modulo T, are far apart
         shift = int(0.618 * epoch * self.T) % self.T if self.recut else 0
         return number, max(0, int(row_order[row - begin]) * self.T - shift)
 
@@ -403,17 +403,17 @@ def configure_optimizers(raw_model, cfg, dtype=torch.float32):
     """[AdamW], or [AdamW, Muon], where Muon has the matrices in the blocks. A group's lr here is
     its peak: step_optimizers() multiplies it by get_lr() / max_lr."""
     in_blocks = raw_model.transformer.h.named_parameters() if cfg.optimizer == "muon" else []
-    matrices = [(name, p) for name, p in in_blocks if p.dim() == 2 and p.requires_grad]
-    for_muon = {p for _, p in matrices}
-    others = [p for p in raw_model.parameters() if p.requires_grad and p not in for_muon]
+    for_muon = [(name, p) for name, p in in_blocks if p.dim() == 2 and p.requires_grad]
+    taken = {p for _, p in for_muon}
+    others = [p for p in raw_model.parameters() if p.requires_grad and p not in taken]
     groups = [dict(params=[p for p in others if p.dim() >= 2], weight_decay=cfg.weight_decay),
               # biases and gains do not decay: towards 0 they would only distort the model
               dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0)]
     # betas and eps as in GPT-3, appendix B; fused: in one kernel
     adamw = torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    if not matrices:
+    if not for_muon:
         return [adamw]
-    return [adamw, Muon(matrices, cfg.max_lr * cfg.muon_lr_ratio, cfg.weight_decay, dtype=dtype)]
+    return [adamw, Muon(for_muon, cfg.max_lr * cfg.muon_lr_ratio, cfg.weight_decay, dtype=dtype)]
 
 # ---- training
 @dataclass
@@ -432,13 +432,13 @@ class State:
 
     @property
     def eval_model(self):
-        """What is validated, scored, sampled, saved as "model", exported; or return averages."""
+        """Validated, scored, sampled, saved as "model", exported. Edit it to return averages."""
         return self.raw_model
 
     def state_dict(self):
         return {"step": self.step,
                 "numbers": {name: value for name, value in vars(self).items()
-                            if isinstance(value, (int, float, str))},
+                            if isinstance(value, (int, float, str))},  # step, and your own
                 "model": self.eval_model.state_dict(),
                 "trained": self.raw_model.state_dict(),  # the same tensors, unless averaged
                 "gpt_config": asdict(self.raw_model.config),
@@ -446,7 +446,7 @@ class State:
                 "optimizer_names": [type(optimizer).__name__ for optimizer in self.optimizers],
                 "scaler": self.scaler.state_dict()}
 
-    def load_state_dict(self, saved):
+    def load_state_dict(self, saved):  # each get() has a default for older checkpoints
         vars(self).update(saved.get("numbers", {"step": saved["step"]}))
         names = [type(optimizer).__name__ for optimizer in self.optimizers]
         if saved.get("optimizer_names", names) != names:
@@ -505,7 +505,7 @@ def train_step(run):
     # A step's rows are dealt out B at a time, to rank 0, rank 1, ..., and again to rank 0
     begin, end = rows_before(cfg, state.step), rows_before(cfg, state.step + 1)
     check_rows(cfg, state.step, end - begin)
-    my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
+    my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)  # each micro-step's first
     weighted_loss, counted_share = torch.zeros(2, device=run.device)
     ddp_model.train()
     for row in my_rows:
@@ -546,7 +546,7 @@ def step_optimizers(state, cfg, counted_share):
     clip = (longest / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, clip / counted_share)  # in few kernels
     for optimizer in state.optimizers:
-        if not state.scaler.is_enabled() or norm.isfinite():  # float16: one's overflow stops all
+        if not state.scaler.is_enabled() or norm.isfinite():  # an overflow skips all of them
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
@@ -624,7 +624,7 @@ def is_text(data):  # else it is a folder of shards
 def choose_settings(flags):
     """The constants that apply, and the first lines, which name them."""
     data, note = flags.get("data", Config.data), ""
-    if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
+    if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:  # unedited
         data = str(Path(__file__).resolve().with_name("input.txt"))
         note = ("Quick start on Shakespeare: edu_fineweb10B/ holds no shards.\n"
                 "For GPT-2 (124M): python fineweb.py, and the same command again.\n\n")
@@ -642,7 +642,7 @@ def choose_settings(flags):
         for constant in flags.keys() & decided.keys():
             if str(flags[constant]) != str(decided[constant]):
                 raise UserError(f"init_from={init_from} decides {constant}: leave out --{constant}")
-        if preset_name == "FINETUNE":  # flags win over both; a power of 2, to divide the batch
+        if preset_name == "FINETUNE":  # after the check, as flags may differ from these
             decided["T"] = min(preset["T"], 2 ** int(math.log2(config["block_size"])))
             decided["max_lr"] = preset["max_lr"] / config["n_embd"]
     if "max_steps" in flags:  # else epochs would decide it
@@ -677,7 +677,7 @@ def check_config(cfg):
     rows = max(1, rows_before(cfg, 1) // world_size())
     cfg.B = max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
-def check_rows(cfg, step, rows):  # of a step, which an edited rows_before() may spoil
+def check_rows(cfg, step, rows):  # rows of this step: an edited rows_before() may give bad ones
     if rows < 1 or rows % (cfg.B * world_size()):
         raise UserError(f"Step {step} has {rows} rows: rows_before() must give each step a "
                         f"multiple of B * processes = {cfg.B} * {world_size()}, or B be lower.")
@@ -711,7 +711,7 @@ def join_processes(device):
         # each counts its own restarts, so the prefix below would differ between them
         raise UserError(f"torchrun --max-restarts is for one machine, these are {machines}: leave "
                         "it out; after a crash, the same command continues.")
-    # Before there is a group: else its functions' defaults would hold that, and some exits abort
+    # Imported later, its functions' defaults would hold the group, and some exits would abort
     import torch.distributed.nn  # noqa: F401
     # torchrun's store outlives a restart: with a prefix, nobody finds addresses of the dead
     store = next(dist.rendezvous("env://"))[0]
@@ -879,7 +879,7 @@ def fingerprint_of(loader):
     return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
 
 def tokens_per_byte(loader, encoding, val_tokens):
-    """Tokens that validation reads, divided by the bytes of text that they stand for."""
+    """Tokens that validation reads, divided by the bytes of their text; ids in use alone count."""
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each token
     for shard in loader.shards:
         tokens = open_shard(shard)[1:1 + val_tokens - counts.sum()]  # targets begin at 1
@@ -902,7 +902,7 @@ class RunFolder:
         self.starts, self.log = [], None             # for run.json; log.txt: begin() fills both
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.saving, self.drawing = None, None       # the last save, the last picture
-        self.saved_step, self.failure = -1, ""       # the last saved, or made by the seed; why not
+        self.saved_step, self.failure = -1, ""       # the step that needs no save; why one failed
         self.host_copies = {}                        # tensors of the last save
         if rank() == 0:
             self.lock = lock_folder(self.path)       # held as long as something refers to it
@@ -914,7 +914,7 @@ class RunFolder:
             self.log.close()
 
     def begin(self, step, continues):
-        """Note this start in run.json; open log.txt. Another run's is renamed, and an older hf."""
+        """Rename another run's log.txt and an old hf; note this start in run.json; open log.txt."""
         if rank() != 0:
             return
         for name in ("hf", "log.txt"):
@@ -940,11 +940,11 @@ class RunFolder:
 
     def save(self, state):
         """Begin to save a step, unless it is saved; training waits only until it is copied."""
-        if rank() != 0 or self.wait_until_saved(state.step):
+        if rank() != 0 or self.wait_until_saved(state.step):  # waits for the save before it
             return
         with contextlib.suppress(OSError):  # the log of these steps, before their checkpoint
             os.fsync(self.log.fileno())
-        content = self.copy_to_host(state.state_dict() | {  # plain, for weights_only=True
+        content = self.copy_to_host(state.state_dict() | {  # plain types, for weights_only=True
             "encoding": self.cfg.encoding, "constants": asdict(self.cfg), "data": self.fingerprint,
             "code": code_checksum()})
         names = [name for name, _ in state.raw_model.named_parameters()]
@@ -994,7 +994,7 @@ class RunFolder:
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
         self.prune(step)
 
-    def prune(self, step):  # of checkpoints before it keep the newest, the best, keep_every's
+    def prune(self, step):  # before it only the newest, the best and keep_every's stay
         found = find_checkpoints(self.path)
         older = [old for old in found if old < step]
         losses = {old: loss for old, loss in read_streams(self.path)["val"] if old in found}
@@ -1069,7 +1069,7 @@ def read_checkpoint(path, mmap=True):
 
 @lru_cache  # main() calls it first: the file may be edited while it trains
 def code_checksum():
-    """Of the lines of this file and of encodings, without comments, Config, SMALL and FINETUNE."""
+    """Crc32 of this file and encoding_parts(), without comments, Config, SMALL and FINETUNE."""
     lines = Path(__file__).read_text(encoding="utf-8").splitlines()
     for node in ast.parse("\n".join(lines)).body:
         names = [ast.unparse(target) for target in getattr(node, "targets", [])]
@@ -1084,7 +1084,7 @@ def is_of_other_code(saved):
 
 def check_same_training(saved, cfg, fingerprint):
     """Raise UserError if a checkpoint is of another training than cfg's on data like this."""
-    # a constant newer than the run had its default; data is compared by content, not by path
+    # constants that the run did not know had their defaults; data by content, not by path
     before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
     now = asdict(cfg) | {"data": fingerprint}
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
@@ -1110,7 +1110,7 @@ def set_up(cfg, device):  # what train() works with; raises UserError
     folder = RunFolder(cfg, fingerprint_of(train_loader))
     newest, saved = [newest_checkpoint(folder.path) if rank() == 0 else None], {}
     if world_size() > 1:  # a shared disk may show ranks different files
-        dist.broadcast_object_list(newest)
+        dist.broadcast_object_list(newest)  # fills the list
     if newest[0]:
         # not mapped on a CPU, where AdamW would keep the mapped tensors
         saved = read_checkpoint(newest[0], mmap=device.type != "cpu")
@@ -1123,7 +1123,7 @@ def set_up(cfg, device):  # what train() works with; raises UserError
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
     ddp_model = raw_model
     if world_size() > 1:  # 25 MB a bucket, the default, would cut a compiled model into 14 graphs
-        ddp_model = DDP(raw_model, gradient_as_bucket_view=True, bucket_cap_mb=100)  # no copies
+        ddp_model = DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)  # no copies
     run = Run(
         cfg=cfg, state=state, device=device, encoding=encoding, autocast=autocast,
         ddp_model=ddp_model, train_loader=train_loader, val_loader=val_loader,
@@ -1215,14 +1215,14 @@ def print_line(run, step, more=""):  # what was reported of a step
     run.unsaid.clear()
 
 def over_all_processes(run, loss, norm):
-    """(Mean loss, gradient's norm, whether a signal came to one of them); waits for the GPU."""
+    """(Mean loss, norm, whether a signal came to one). Waits for the GPU; norms must be equal."""
     signal_came = torch.full_like(loss, run.signal_came.is_set())  # filled on the GPU
     mine = torch.stack((loss, norm, signal_came))
     everyones = [mine.clone() for _ in range(world_size())]
     if world_size() > 1:
         dist.all_gather(everyones, mine)
     losses, norms, signals = torch.stack(everyones).T.tolist()
-    # Beyond rounding: GPUs of different kinds may sum up in another order
+    # 1e-5 allows for rounding: GPUs of different kinds may sum up in another order
     if max(norms) - min(norms) > 1e-5 * max(norms):
         raise UserError(f"In step {run.state.step - 1} gradients have norms from {min(norms):.7g} "
                         f"to {max(norms):.7g}: processes changed them differently, and would train "
@@ -1283,7 +1283,7 @@ def draw_curves(folder):
     streams, panels = read_streams(folder), defaultdict(list)
     for name in streams:
         panels["loss, nats per token" if name in ("train", "val") else name].append(name)
-    # fineweb.py's shards in GPT-2's tokens, beside OpenAI's GPT-2 124M
+    # On fineweb.py's shards in GPT-2's tokens, lines show what OpenAI's GPT-2 124M has
     fineweb = cfg.encoding == "gpt2" and list(Path(cfg.data).glob("edufineweb_val_*.npy"))
     to_beat = {"val": 3.2924, "hella": 0.2945} if fineweb else {}
     figure = Figure(figsize=(6.5, 3.7 * len(panels)), layout="constrained")
@@ -1351,7 +1351,7 @@ def hellaswag_score(run):  # acc_norm
 def finish(run):
     """End the run: save it and, unless a signal came, leave its best weights in log_dir/hf."""
     cfg, step = run.cfg, run.state.step
-    left_early = step < cfg.max_steps and not run.stopping  # by an edit of the loop
+    left_early = step < cfg.max_steps and not run.stopping  # by a break in train(), say
     if left_early and run.validated_step != step:
         validate(run)
         print_line(run, step)
@@ -1393,7 +1393,7 @@ def export(run):
     path = run.folder.path
     try:
         model, best = run.state.eval_model, best_checkpoint(path)
-        if best:  # none of a new model with max_steps=0
+        if best:  # None if nothing is saved: a new model with max_steps=0
             model, _ = load_weights(str(best), **model_constants(run.cfg))
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {best or 'the model'} to {path / 'hf'}/, for transformers, hellaswag.py")
@@ -1445,7 +1445,7 @@ def check_same_function(ours, hf, end_of_text):  # on the CPU; ValueError if log
     idx[0, c.block_size // 2] = end_of_text  # shows a model that attends within documents only
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
-    if not differences.max() < 1e-3:
+    if not differences.max() < 1e-3:  # NaN, too
         raise ValueError(f"logits differ by {differences.max():.1%}")
 
 def load_hugging_face(name):
@@ -1463,7 +1463,7 @@ def load_hugging_face(name):
             raise ValueError(f"{unmatched[0]} is not in both models")
         for key, weight in source.items():
             weight = weight.t() if key.endswith(TRANSPOSED) else weight
-            target[key][:len(weight)] = weight  # in raw_model, whose embedding is padded
+            target[key][:len(weight)] = weight  # written into raw_model; its embedding is longer
         check_same_function(raw_model, hf, end_of_text=c.vocab_size - 1)
     except Exception as e:  # files and networks may raise anything
         raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}).") from None

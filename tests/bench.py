@@ -45,7 +45,7 @@ QUICK = t.SMALL | dict(data=str(ROOT / "input.txt"), device="cpu")  # the first 
 COMMAND = [sys.executable, ROOT / "train_gpt2.py", "--device=cpu"]  # the same from outside
 TIMES = dict(repeats=20, warmup=5) if CUDA else dict(repeats=4, warmup=1)
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312}  # bfloat16
-END, ROW_SECONDS = np.inf, 1e6  # when gpu() has to stop, what one of its measurements may take
+END, ROW_SECONDS = np.inf, 600  # when gpu() has to stop, what one of its measurements may take
 
 # ---- measuring
 def cells(*values):
@@ -369,7 +369,6 @@ def tokenize_side():  # seconds of fineweb.py, start to end, and of bare tiktoke
         Path(f"{i:03d}.parquet").symlink_to(file)
     numbers, fork = itertools.count(), multiprocessing.get_context("fork").Process
     encode = t.get_encoding("gpt2").encode_ordinary
-
     def bare():  # neither text nor tokens travel
         workers = [fork(target=lambda i=i: list(map(len, map(encode, texts[i::CORES]))))
                    for i in range(CORES)]
@@ -450,7 +449,8 @@ def guard(only, record):
             now = sides[0] / sides[1] if sides[1:] else sides[0]
             shown = f"{now:.3g}" + (f" ({sides[0]:.4g} / {sides[1]:.4g})" if sides[1:] else "")
         except Exception as e:  # whatever it is, the next row is measured
-            now, shown = np.nan, f"not measured: {t.first_line(e)}"
+            now = np.inf if isinstance(e, TimeoutError) else np.nan  # worse than any record
+            shown = f"not measured: {t.first_line(e)}"
         same = same_kind and (load <= 0.5 or name.startswith(("CPU s", "GB")))  # load changes not
         ratios[name] = ratio = now / float(before.get(name, "nan")) if same else np.nan
         yield cells(name, shown, before.get(name, "-"), "-" if np.isnan(ratio) else f"{ratio:.2f}")
