@@ -41,8 +41,8 @@ from pathlib import Path
 from typing import Literal
 
 # How long a waiting thread of OpenMP holds a core that others need; read when torch is loaded.
-# A step of the quick start in ms, with this line and without it: alone 41 and 40, beside two busy
-# processes 91-160 and 96-1,700, beside three 168 and 550.
+# A step of the quick start in ms, with this line and without it: alone 44 and 44, beside two busy
+# processes 166 and 739 to 873 (tests/measured/step_cpu.txt).
 os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
 
 import numpy as np  # noqa: E402
