@@ -3,7 +3,7 @@
     python train_gpt2.py               # no shards yet: a small GPT, Shakespeare
     python fineweb.py                  # FineWeb-Edu -> edu_fineweb10B/*.npy
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
-    tail -f log/log.txt                # <step> train|val|hella <value>
+    tail -f log/log.txt                # <step> train|val|hella|minutes <value>
 
 Edit the constants in Config (in SMALL for a text file, in FINETUNE for a text
 and given weights), or give any of them as a flag (--max_lr=1e-3).
@@ -15,11 +15,11 @@ resuming means starting at a later step.
 """
 import ast
 import contextlib
+import copy
 import ctypes
 import datetime
 import importlib.util
 import inspect
-import itertools
 import json
 import math
 import os
@@ -85,6 +85,7 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup; 375 M tokens, as in GPT-3
     max_steps: int = 19073          # optimizer steps; 10 B tokens / total_batch_size
     epochs: float = 0.0             # passes over the data; above 0 they decide max_steps
+    minutes: float = 0.0            # of training steps; above 0 they decide max_steps
     weight_decay: float = 0.1       # of matrices and embeddings, not of biases and gains
     grad_clip: float = 1.0          # largest norm of the gradient; 0 = no clipping
     # monitoring; 0 = never
@@ -426,6 +427,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; idle otherwise
     step: int = 0                 # steps done. An int, float or str that you add is saved, too
+    minutes: float = 0.0          # that steps took; compiling, evaluation and saves do not count
 
     def __post_init__(self):  # keeps the groups' peaks, as a checkpoint's lr replaces them
         self.peak_lrs = [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
@@ -578,6 +580,8 @@ def train(run):
         loss, norm = train_step(run)
         loss, norm, run.stopping = over_all_processes(run, loss, norm)  # waits for the GPU
         run.step_seconds.append(time.perf_counter() - start)
+        if len(run.step_seconds) > 2:  # in the first two torch compiles
+            state.minutes += run.step_seconds[-1] / 60
         check_step(run, loss, norm)
         report_step(run, loss, norm)
     finish(run)
@@ -645,8 +649,8 @@ def choose_settings(flags):
         if preset_name == "FINETUNE":  # after the check, as flags may differ from these
             decided["T"] = min(preset["T"], 2 ** int(math.log2(config["block_size"])))
             decided["max_lr"] = preset["max_lr"] / config["n_embd"]
-    if "max_steps" in flags:  # else epochs would decide it
-        preset = preset | {"epochs": 0.0}
+    if "max_steps" in flags:  # else these would decide it
+        preset = preset | {"epochs": 0.0, "minutes": 0.0}
     cfg = make_config(Config, {"data": data} | preset | decided | flags)
     if preset_name == "Config":
         return cfg, "settings  Config, as data is not a text file"
@@ -662,8 +666,6 @@ def check_config(cfg):
             raise UserError(f"{name}={getattr(cfg, name)}: it must be 1 or more.")
     if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
         raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
-    if cfg.dropout >= 1:
-        raise UserError(f"dropout={cfg.dropout} leaves nothing: it must be below 1, as 0.1.")
     if cfg.n_embd % cfg.n_head:
         raise UserError(f"n_embd={cfg.n_embd} is no multiple of n_head={cfg.n_head}: change one.")
     if not is_text(cfg.data) and not all(find_shards(cfg.data)):
@@ -706,11 +708,6 @@ def sum_over_ranks(tensor):  # in place, and returned
     return tensor
 
 def join_processes(device):
-    machines = int(os.environ.get("GROUP_WORLD_SIZE", 1))
-    if machines > 1 and int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
-        # each counts its own restarts, so the prefix below would differ between them
-        raise UserError(f"torchrun --max-restarts is for one machine, these are {machines}: leave "
-                        "it out; after a crash, the same command continues.")
     # Imported later, its functions' defaults would hold the group, and some exits would abort
     import torch.distributed.nn  # noqa: F401
     # torchrun's store outlives a restart: with a prefix, nobody finds addresses of the dead
@@ -743,10 +740,8 @@ OTHER_TORCH = ("another torch, as pip install 'torch<2.15' --index-url "
 
 def pick_device(name):
     """The torch.device of a name, ready to use. Raises UserError if it cannot be used."""
-    # Most often the driver is older than torch's CUDA
-    built = f"CUDA {torch.version.cuda}" if torch.version.cuda else "CPUs alone"
-    no_gpu = (f"torch {torch.__version__}, built for {built}, sees no GPU: install a newer driver, "
-              f"or {OTHER_TORCH}.")
+    # The version names the CUDA that it was built for, most often a newer one than the driver's
+    no_gpu = f"torch {torch.__version__} sees no GPU: install a newer driver, or {OTHER_TORCH}."
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo has no MPS tensors
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
@@ -829,8 +824,6 @@ def open_shard(shard):
         return shard
     try:
         tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
-        if tokens.dtype not in (np.uint16, np.uint32) or tokens.ndim != 1:
-            raise ValueError(f"{tokens.dtype} {tokens.shape}, not 1-D uint16 or uint32")
     except (ValueError, EOFError) as e:
         raise UserError(f"{shard} is no whole shard ({first_line(e)}): make it again.") from None
     return tokens
@@ -843,7 +836,7 @@ def open_data(cfg, encoding):
         train, val = [tokens[:cut]], [tokens[cut:]]
     else:
         train, val = find_shards(cfg.data)
-        check_encoding_of_shards(cfg, encoding, val[0])
+        check_encoding_of_shards(cfg)
     train_loader = DataLoaderLite(train, cfg.T, cfg.seed, cfg.shuffle, encoding.n_vocab,
                                   recut=cfg.shuffle and is_text(cfg.data))
     val_loader = DataLoaderLite(val, cfg.T, n_vocab=encoding.n_vocab)
@@ -858,15 +851,12 @@ def read_text(path, encoding):  # its tokens (N,)
         raise UserError(f"{path} is not UTF-8 ({e}): convert it.") from None
     return encoding.encode_to_numpy(text, disallowed_special=()).astype(token_dtype(encoding))
 
-def check_encoding_of_shards(cfg, encoding, shard):
+def check_encoding_of_shards(cfg):  # those of other scripts have no manifest
     manifest, made_with = Path(cfg.data, "manifest.json"), cfg.encoding
     if manifest.exists():
         made_with = json.loads(manifest.read_bytes())["settings"]["encoding"]
-    elif encoding.n_vocab > 257 and open_shard(shard)[:4096].max() <= 256:
-        made_with = "bytes"  # without a manifest, only bytes can be told from other ids
     if made_with != cfg.encoding:
-        raise UserError(f"The shards in {cfg.data}/ were not made with encoding={cfg.encoding}: "
-                        f"--encoding={made_with}.")
+        raise UserError(f"The shards in {cfg.data}/ are in encoding={made_with}, not {cfg.encoding}.")
 
 def fingerprint_of(loader):
     """What tells corpora apart: of a text its ids, of shards the first and last."""
@@ -902,7 +892,7 @@ class RunFolder:
         self.starts, self.log = [], None             # for run.json; log.txt: begin() fills both
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.saving, self.drawing = None, None       # the last save, the last picture
-        self.saved_step, self.failure = -1, ""       # the step that needs no save; why one failed
+        self.saved_step = -1                         # the step that needs no save
         self.host_copies = {}                        # tensors of the last save
         if rank() == 0:
             self.lock = lock_folder(self.path)       # held as long as something refers to it
@@ -947,8 +937,7 @@ class RunFolder:
         content = self.copy_to_host(state.state_dict() | {  # plain types, for weights_only=True
             "encoding": self.cfg.encoding, "constants": asdict(self.cfg), "data": self.fingerprint,
             "code": code_checksum()})
-        names = [name for name, _ in state.raw_model.named_parameters()]
-        self.saving = self.thread.submit(self.write_checkpoint, content, names)
+        self.saving = self.thread.submit(self.write_checkpoint, content)
 
     def wait_until_saved(self, step):
         """Wait for a save in progress, which reads host_copies; return whether `step` is saved."""
@@ -968,27 +957,22 @@ class RunFolder:
                 return part.item() if isinstance(part, np.number) else part
             key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
             if key not in self.host_copies:
-                copy = old_copies.get(key)
-                copy = torch.empty_like(part, device="cpu") if copy is None else copy
-                self.host_copies[key] = copy.copy_(part)
+                memory = old_copies.get(key)
+                memory = torch.empty_like(part, device="cpu") if memory is None else memory
+                self.host_copies[key] = memory.copy_(part)
             return self.host_copies[key]
         return copied(content)
 
-    def write_checkpoint(self, content, names):
+    def write_checkpoint(self, content):
         """Write, verify, rename; then delete those that need not stay."""
         step, start = content["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
-            for name in names:
-                # By NumPy: torch's starts OpenMP threads, with which steps took 1.5 times as long
-                if not np.isfinite(content["trained"][name].float().numpy()).all():
-                    raise UserError(f"{name} is not finite")
             write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
         except (OSError, RuntimeError, UserError) as e:
             while e.__context__:  # torch.save's RuntimeErrors hide an OSError
                 e = e.__context__
-            self.failure = first_line(e)
-            print0(f"!!! NOT SAVED at step {step}: {self.failure}. What was saved is still there.")
+            print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. What was saved is still there.")
             return
         self.saved_step, seconds = step, time.perf_counter() - start
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
@@ -1088,6 +1072,8 @@ def check_same_training(saved, cfg, fingerprint):
     before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
     now = asdict(cfg) | {"data": fingerprint}
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
+    if not cfg.minutes:  # max_steps says how long
+        changed.discard("minutes")
     if cfg.max_steps > max(before["max_steps"], saved["step"]):
         changed.discard("max_steps")
         print0(f"max_steps was {before['max_steps']}, is {cfg.max_steps}: a new lr schedule.")
@@ -1104,7 +1090,9 @@ def set_up(cfg, device):  # what train() works with; raises UserError
     train_loader, val_loader = open_data(cfg, encoding)
     if cfg.epochs:
         rows = cfg.epochs * train_loader.rows_per_epoch
-        cfg.max_steps = next(n for n in itertools.count(1) if rows_before(cfg, n) >= rows)
+        cfg.max_steps = 1
+        while rows_before(cfg, cfg.max_steps) < rows:
+            cfg.max_steps += 1
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
     folder = RunFolder(cfg, fingerprint_of(train_loader))
@@ -1114,10 +1102,11 @@ def set_up(cfg, device):  # what train() works with; raises UserError
     if newest[0]:
         # not mapped on a CPU, where AdamW would keep the mapped tensors
         saved = read_checkpoint(newest[0], mmap=device.type != "cpu")
+        if cfg.minutes:  # reckoned when the run began
+            cfg.max_steps = saved["constants"]["max_steps"]
         check_same_training(saved, cfg, folder.fingerprint)
     raw_model = build_model(cfg, encoding, saved).to(device)
     state = build_state(raw_model, cfg, dtype, saved)
-    folder.begin(state.step, continues=bool(saved))
     if compiled:
         raw_model.compile()
     autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
@@ -1130,7 +1119,11 @@ def set_up(cfg, device):  # what train() works with; raises UserError
         tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
         hellaswag=hellaswag_questions(cfg, state.eval_model, encoding),
         folder=folder, signal_came=catch_signals())
+    if cfg.minutes and not saved:
+        cfg.max_steps = steps_that_fit(run)
+    folder.begin(state.step, continues=bool(saved))
     describe(run, dtype, compiled)
+    warn_of_other_loss(run)
     if is_of_other_code(saved):
         print0(f"!!! train_gpt2.py was edited: from step {state.step} on, other code continues.")
     return run
@@ -1183,6 +1176,23 @@ def check_parameters(raw_model, optimizers):
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
             raise UserError(f"{name} is in {times[id(p)]} groups of optimizers: give it to one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
+
+def steps_that_fit(run):
+    """How many steps fit into cfg.minutes, by the median of twenty, which are taken back again."""
+    cfg, before, seconds = run.cfg, copy.deepcopy(run.state.state_dict()), []
+    for _ in range(20):
+        start = time.perf_counter()
+        loss, _ = train_step(run)
+        loss.item()  # waits for the GPU
+        seconds.append(time.perf_counter() - start)
+    run.state.load_state_dict(before)
+    seconds = sum_over_ranks(torch.tensor(seconds, device=run.device)) / world_size()  # (20,)
+    steps = int(60 * cfg.minutes / seconds.median().item())
+    if steps <= cfg.warmup_steps:
+        raise UserError(f"Only {steps} steps fit into minutes={cfg.minutes:g}, and warmup_steps="
+                        f"{cfg.warmup_steps}: more --minutes, or fewer --warmup_steps.")
+    print0(f"{steps:,} steps fit into {cfg.minutes:g} minutes; the same again: --max_steps={steps}")
+    return steps
 
 def describe(run, dtype, compiled):
     cfg, model, rows = run.cfg, run.state.raw_model, rows_before(run.cfg, 1)
@@ -1258,11 +1268,10 @@ def report_step(run, loss, norm):
     print_line(run, step, f"{more} {datetime.timedelta(seconds=round(left))} left")
 
 def validate(run):  # returns the loss
-    if run.validated_step < 0:
-        warn_of_other_loss(run)
     loss = validation_loss(run, run.val_loader)
     report(run, run.state.step, "val", loss)
     run.unsaid[-1] += f" ({loss * run.tokens_per_byte / math.log(2):.4f} bits per byte)"
+    report(run, run.state.step, "minutes", run.state.minutes)
     run.validated_step = run.state.step
     return loss
 
@@ -1281,11 +1290,9 @@ def draw_curves(folder):
     from matplotlib.figure import Figure  # not pyplot, which wants a display
     cfg = Config(**read_run(folder)["constants"])
     streams, panels = read_streams(folder), defaultdict(list)
+    streams.pop("minutes", None)
     for name in streams:
         panels["loss, nats per token" if name in ("train", "val") else name].append(name)
-    # On fineweb.py's shards in GPT-2's tokens, lines show what OpenAI's GPT-2 124M has
-    fineweb = cfg.encoding == "gpt2" and list(Path(cfg.data).glob("edufineweb_val_*.npy"))
-    to_beat = {"val": 3.2924, "hella": 0.2945} if fineweb else {}
     figure = Figure(figsize=(6.5, 3.7 * len(panels)), layout="constrained")
     for i, (title, names) in enumerate(panels.items()):
         axis = figure.add_subplot(len(panels), 1, i + 1)
@@ -1295,8 +1302,6 @@ def draw_curves(folder):
                       for step, value in streams[name][:len(streams[name]) // n * n]]
             tokens, values = np.reshape(points, (-1, n, 2)).mean(axis=1).T
             axis.plot(tokens, values, label=f"{name}, now {values[-1]:.3f}")
-            if name in to_beat:
-                axis.axhline(to_beat[name], color="gray", label=f"GPT-2 124M: {to_beat[name]}")
             if name == "train":  # cuts the high first steps off
                 axis.set_ylim(top=1.05 * np.percentile(values, 95))
         axis.set(xlabel="million tokens", ylabel=title)
@@ -1325,15 +1330,14 @@ def print_sample(run):
 
 def sample_only(cfg, device):
     """--sample=N: print N samples of the weights in log_dir, or of init_from's."""
-    name, trained_on = cfg.init_from, ""
+    name = cfg.init_from
     if name == "scratch":
         name = best_checkpoint(cfg.log_dir)
         if name is None:
             raise UserError(f"log_dir={cfg.log_dir} holds no weights: train, or take --init_from.")
-        trained_on = f", trained on {read_checkpoint(name)['constants']['data']}"
     model, encoding = load_weights(str(name), **model_constants(cfg))
     encoding = encoding or get_encoding(cfg.encoding)
-    print0(f"Samples of {name}{trained_on}:")
+    print0(f"Samples of {name}:")
     for i in range(cfg.sample):
         print0(sample_text(model.to(device), encoding, cfg, seed=cfg.seed + i) + "\n---")
 
@@ -1357,8 +1361,8 @@ def finish(run):
         print_line(run, step)
     run.folder.save(run.state)
     if rank() == 0 and not run.folder.wait_until_saved(step):
-        raise UserError(f"Step {step} is not saved ({run.folder.failure}): make room, and the same "
-                        "command continues.")
+        raise UserError(f"Step {step} is not saved, as said above: make room, and the same command "
+                        "continues.")
     if run.stopping:
         print0(f"Stopped by a signal after {step} steps; the same command continues there.")
     elif rank() == 0:
@@ -1366,8 +1370,7 @@ def finish(run):
         if left_early:
             print0(f"Left after {step} of {cfg.max_steps} steps; the same command continues there.")
         elif cfg.max_steps:
-            print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
-                   "To train on: a larger --max_steps.")
+            print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}")
         show_result(run)
 
 def show_result(run):
@@ -1377,12 +1380,12 @@ def show_result(run):
     if "val" in result:
         bits = result["val"] * run.tokens_per_byte / math.log(2)
         step, loss = min(streams["val"], key=lambda point: point[1])
-        result |= {"bits_per_byte": round(bits, 6), "lowest_val": loss, "lowest_step": step,
-                   "best_weights": str(best_checkpoint(run.folder.path) or "not saved")}
+        result |= {"bits_per_byte": round(bits, 6), "lowest_val": loss, "lowest_step": step}
     result |= {"steps": state.step, "tokens": rows_before(cfg, state.step) * cfg.T,
                "parameters": sum(p.numel() for p in state.raw_model.parameters())}
     if run.step_seconds:
-        result["seconds_per_step"] = round(statistics.median(run.step_seconds), 4)
+        tokens_per_step = result["tokens"] / state.step
+        result["tokens_per_second"] = round(tokens_per_step / statistics.median(run.step_seconds))
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     run.folder.write_run(result)
@@ -1402,7 +1405,6 @@ def export(run):
 
 # ---- Hugging Face: weights come from its GPT-2 and go to it if it computes what ours does
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) there, (out, in) here
-ON_THE_HUB = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "distilgpt2")  # without an owner
 
 @lru_cache(maxsize=1)  # settings and model ask for the same
 def read_weights(name):
@@ -1414,13 +1416,10 @@ def read_weights(name):
         if is_of_other_code(content):
             print0(f"!!! {path} was written by other code.")
         config, encoding, weights = content["gpt_config"], content["encoding"], content["model"]
-    elif Path(name).is_dir() or name in ON_THE_HUB or re.fullmatch(r"[^./]+/[^/]+", name):
+    else:
         raw_model = load_hugging_face(name)
         config, weights = asdict(raw_model.config), raw_model.state_dict()
         encoding = {257: "bytes", 50257: "gpt2"}.get(config["n_vocab"])
-    else:
-        raise UserError(f"init_from={name} is no file or folder here, and none of the hub's GPT-2 ("
-                        f"{', '.join(ON_THE_HUB)} or owner/name). Runs continue by their command.")
     config.pop("dropout", None)  # of a training, not of weights
     return config, encoding, weights
 
@@ -1450,9 +1449,9 @@ def check_same_function(ours, hf, end_of_text):  # on the CPU; ValueError if log
 
 def load_hugging_face(name):
     """The GPT in a folder or repository of transformers."""
-    import transformers
-    transformers.logging.disable_progress_bar()
     try:
+        import transformers
+        transformers.logging.disable_progress_bar()
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         c = hf.config
         raw_model = GPT(GPTConfig(
@@ -1466,7 +1465,8 @@ def load_hugging_face(name):
             target[key][:len(weight)] = weight  # written into raw_model; its embedding is longer
         check_same_function(raw_model, hf, end_of_text=c.vocab_size - 1)
     except Exception as e:  # files and networks may raise anything
-        raise UserError(f"{name} cannot be loaded as a GPT-2 ({first_line(e)}).") from None
+        raise UserError(f"{name} is no .pt file and no run's folder, and cannot be loaded as a "
+                        f"GPT-2 of Hugging Face, as gpt2 is ({first_line(e)}).") from None
     return raw_model
 
 def save_hugging_face(raw_model, folder, encoding=None):

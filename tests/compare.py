@@ -30,6 +30,8 @@ def read_rows(patterns):
             run = t.read_run(folder)
             result, codes = run["result"], {start["code"] for start in run["starts"]}
             common = run["constants"] | {"data": run["data"]}
+            if common.get("minutes"):  # then max_steps is what fitted: another for each seed
+                del common["max_steps"]
             common["code"] = "+".join(f"{code:08x}" for code in sorted(codes))
         except (OSError, ValueError, KeyError, TypeError) as e:
             print(f"{folder} is left out: it holds no run ({t.first_line(e)})")
@@ -62,6 +64,7 @@ def table(rows):
     yield "|" + " --- |" * 8
     for row in sorted(rows, key=lambda row: np.mean(losses[row])):
         mean, n, (folder, result) = np.mean(losses[row]), len(losses[row]), rows[row][0]
+        steps = np.mean([result["steps"] for _, result in rows[row]])
         ahead = np.mean(losses[baseline]) - mean
         allowed = t_95 * noise * np.sqrt(1 / n + 1 / len(losses[baseline]))
         verdict = "ahead" if ahead > allowed else "behind" if ahead < -allowed else "noise"
@@ -72,29 +75,25 @@ def table(rows):
         bits = np.mean([result["bits_per_byte"] for _, result in rows[row]])
         spread = f"{np.std(losses[row], ddof=1):.4f}" if n > 1 else "-"
         yield (f"| {mean:.4f} | {bits:.4f} | {spread} | {n} | "
-               f"{'the baseline' if row == baseline else against} | {result['steps']:,} | "
+               f"{'the baseline' if row == baseline else against} | {steps:,.0f} | "
                f"{result['parameters']:,} | {folder}: {', '.join(differs) or '-'} |")
     yield (f"\nThe noise of a run is {noise:.4f}, pooled over the rows, with {freedom} degrees of "
            "freedom. By chance alone, one row in twenty is told as ahead or behind."
            if freedom else "\nNo row has two seeds: nothing can be said about noise.")
 
 def draw(rows, path):
-    """Validation losses of rows over tokens and over seconds of steps, without step 0; runs that
-    lack one of these are left out."""
+    """Validation losses of rows over tokens and over minutes of steps, without step 0."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
     for number, runs in enumerate(rows.values()):
         curves = []
         for folder, result in runs:
-            points = [point for point in t.read_streams(folder)["val"] if point[0] > 0]
-            if not points or "seconds_per_step" not in result:
-                continue
-            steps, losses = np.transpose(points)
-            tokens = steps * (result["tokens"] / result["steps"] / 1e6)
-            curves.append((tokens, steps * result["seconds_per_step"], losses))
-        if not curves:
-            continue
+            streams = t.read_streams(folder)
+            minutes = dict(streams["minutes"])
+            million = result["tokens"] / result["steps"] / 1e6  # tokens in a step
+            curves.append(np.transpose([(step * million, minutes.get(step, 0.0), loss)
+                                        for step, loss in streams["val"] if step > 0]))
         n = min(len(losses) for *_, losses in curves)
         mean = np.mean([[values[:n] for values in curve] for curve in curves], axis=0)
         for i, axis in enumerate(axes):
@@ -102,7 +101,7 @@ def draw(rows, path):
                 axis.plot(curve[i], curve[2], color=f"C{number}", alpha=0.3)
             axis.plot(mean[i], mean[2], color=f"C{number}", linewidth=2, label=runs[0][0])
     axes[0].set(xlabel="million tokens", ylabel="validation loss, nats per token")
-    axes[1].set(xlabel="seconds of steps")
+    axes[1].set(xlabel="minutes of steps")
     axes[1].legend(frameon=False)
     figure.savefig(path)
 

@@ -207,6 +207,11 @@ def read_log(folder):
     assert [step for step, _ in values] == sorted(step for step, _ in values)
     return values
 
+def lines_of_log(folder):
+    """Those of log.txt that hold no times."""
+    lines = Path(folder, "log.txt").read_bytes().splitlines(keepends=True)
+    return [line for line in lines if b" minutes " not in line]
+
 def assert_close_logs(a, b):
     """The same lines with losses equal to 1e-5; each a folder or what read_log() returned."""
     a, b = (log if isinstance(log, dict) else read_log(log) for log in (a, b))

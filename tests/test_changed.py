@@ -12,8 +12,8 @@ from unittest import mock
 import pytest
 import torch
 from conftest import (
-    ROOT, TINY, Forked, assert_close_logs, assert_same, load, one_line, read_log, succeed,
-    together, write_text)
+    ROOT, TINY, Forked, assert_close_logs, assert_same, lines_of_log, load, one_line, read_log,
+    succeed, together, write_text)
 from test_model import ids, shake, small, stub_run
 from torch.nn import functional as F
 
@@ -325,7 +325,7 @@ def test_dropout_killed_and_continued_is_never_killed(folder, dropped):
         run = Forked(folder / "dropped 2", arrange={"signal_at": (number, step)}, **words)
         run.wait()
     succeed(Forked(run.log_dir, **words))
-    assert (run.log_dir / "log.txt").read_bytes() == (dropped.log_dir / "log.txt").read_bytes()
+    assert lines_of_log(run.log_dir) == lines_of_log(dropped.log_dir)
     assert_same(load(run.log_dir / LAST), load(dropped.log_dir / LAST))
 
 def test_dropout_is_in_train_step_alone(dropped, finished):

@@ -23,11 +23,9 @@ import train_gpt2 as t
 TRAINING = "".join(f"{step} train {1 + 9 * 0.9**step + step % 2}\n" for step in range(1000))
 LOG = TRAINING + "0 val 10.9\n250 val 7.1\n0 hella 0.25\n250 hella 0.26\n"
 
-def draw(folder, log, data="."):
-    (folder / "edufineweb_val_000000.npy").touch()
+def draw(folder, log):
     (folder / "log.txt").write_text(log)
-    constants = {"total_batch_size": 2048, "data": str(folder / data)}
-    (folder / "run.json").write_text(json.dumps({"constants": constants}))
+    (folder / "run.json").write_text(json.dumps({"constants": {"total_batch_size": 2048}}))
     t.draw_curves(str(folder))
     return folder / "curves.png"
 
@@ -38,21 +36,19 @@ def test_curves_are_drawn_of_any_log(tmp_path, log):
     assert draw(tmp_path, log).read_bytes().startswith(b"\x89PNG")
 
 def test_curves_show_what_matters(tmp_path, monkeypatch):
-    """Smoothed, from where the loss has come down, and beside what there is to beat."""
+    """Smoothed, and from where the loss has come down."""
     figure = pytest.importorskip("matplotlib.figure")
     seen = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **_: seen.append(self))
     draw(tmp_path, LOG)
     loss, hella = seen[0].axes
-    labels = " ".join(text.get_text() for axis in seen[0].axes for text in axis.get_legend().texts)
-    assert all(number in labels for number in ("3.2924", "0.2945", "0.260"))
+    assert "0.260" in hella.get_legend().texts[0].get_text()
     assert "tokens" in loss.get_xlabel() and "tokens" in hella.get_xlabel()
     tokens, losses = np.array(loss.lines[0].get_data())
     assert len(losses) < 400 and losses[100:].std() < 0.2 and tokens[-1] == pytest.approx(2, 0.1)
     assert losses[0] > 5 and 1.5 < loss.get_ylim()[1] < 3
-    draw(tmp_path, TRAINING + "0 val 10.9\n0 norm 0.5\n", data="my.txt")  # without HellaSwag
-    axis, norm = seen[1].axes  # any stream has its curve; of another corpus, GPT-2 says nothing
-    assert "3.2924" not in str([text.get_text() for text in axis.get_legend().texts])
+    draw(tmp_path, TRAINING + "0 val 10.9\n0 minutes 0\n0 norm 0.5\n")  # without HellaSwag
+    axis, norm = seen[1].axes  # any stream has its curve
     assert norm.get_ylabel() == "norm"
 
 def test_a_run_describes_itself(tmp_path):
@@ -70,7 +66,7 @@ def test_a_run_describes_itself(tmp_path):
     assert losses[result["lowest_step"]] == result["lowest_val"] and result["steps"] == 4
     assert result["bits_per_byte"] == pytest.approx(losses[4] / math.log(2), abs=1e-6)  # of bytes
     assert result["tokens"] == 4 * run["constants"]["total_batch_size"]
-    assert result["best_weights"].endswith("checkpoint_00004.pt") and result["seconds_per_step"] > 0
+    assert result["tokens_per_second"] > 0 and result["minutes"] > 0
     assert "tokens in 1 file(s) #" in run["data"]
     assert set(run["constants"]) == set(t.Config.__dataclass_fields__)
     assert run["constants"]["n_embd"] == 16 and text.count("\n") > 40
