@@ -64,7 +64,7 @@ def first_line(error):
 
 def encoding_parts(name):
     """What a tiktoken.Encoding is made of. A tokenizer of your own is one more case here."""
-    if name == "bytes":
+    if name == "bytes":  # nothing is merged, so any pieces do; of 128 characters they are quick
         return dict(name=name, pat_str=r"(?s:.{1,128})", special_tokens={"<|endoftext|>": 256},
                     mergeable_ranks={bytes([i]): i for i in range(256)})
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
@@ -95,14 +95,15 @@ def hugging_face_tokenizer(encoding, context):
     parts, letters = encoding_parts(encoding.name), bytes_to_unicode()
     ids = {"".join(letters[byte] for byte in token): i
            for token, i in parts["mergeable_ranks"].items()}
-    merges = generate_merges(ids, {token: -i for token, i in ids.items()})  # lowest ids first
+    merges = generate_merges(ids, {token: -i for token, i in ids.items()})  # lowest id first
     special = {i: token for token, i in parts["special_tokens"].items()}
     for i in set(range(encoding.n_vocab)) - set(ids.values()):  # special, or cl100k_base's unused
         token = special.setdefault(i, f"<|unused{i}|>")
         ids[token] = i
     backend = Tokenizer(models.BPE(ids, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if merges:  # bytes need no pieces. tokenizers takes "}+" for a repeat, tiktoken as possessive
+    if merges:  # bytes need no pieces
+        # tiktoken's \p{L}++ and {1,3}+ are possessive, tokenizers' {1,3}+ is a repeat: drop one +
         pieces = pre_tokenizers.Split(Regex(parts["pat_str"].replace("}+", "}")), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
@@ -272,7 +273,7 @@ def read_json(file, first):
                     text = row.get(TEXT) or ""
                     texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
             finally:
-                yield texts  # before the error of a line that cannot be read: so its row is known
+                yield texts  # also before a bad line's error, as read_batches() counts its row
 
 # -------------------------------------------------------------------------------------- tokens
 def tokenize(texts, name):
@@ -360,7 +361,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
                     yield shard, {"file": file, "row": row, "used": used}
                     filled = 0
                     bar.reset()
-            used -= len(tokens)  # 0, or what a restart still has to skip of later batches
+            used -= len(tokens)  # 0, or what a restart has to skip of the next batches, too
     if filled:
         yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
 
@@ -379,8 +380,6 @@ def add_shards(cfg, folder, files, shards):
             documents = int(np.count_nonzero(tokens == encoding.eot_token))
             shards.append({"name": name, "tokens": len(tokens), "documents": documents, **end})
             manifest = {"settings": settings_of(cfg, files[:end["file"] + 1]), "shards": shards}
-            if tokens.dtype != np.uint16:  # no entry means uint16
-                manifest["dtype"] = tokens.dtype.name
             content = json.dumps(manifest, indent=1).encode()
             # into a real file, np.save writes by ndarray.tofile(), which misses a full disk
             write_whole(folder / name,

@@ -109,7 +109,7 @@ def tokenize(example, encode=gpt2_encode):
 def render_example(example):
     """A question in GPT-2's tokens, one padded row per ending: (data, tokens, mask, label).
 
-    tokens and mask are (4, N) int64; the mask is 1 on an ending's tokens.
+    tokens and mask are (4, N) int64, the mask 1 on an ending's tokens. For notebooks, unused here.
     """
     context, endings = tokenize(example)
     data = {"context": context, "endings": endings, "label": example["label"]}
@@ -247,7 +247,7 @@ def score(args):
     examples = list(iterate_examples("val"))[:args.limit]
     model, encode = load_model(args.model, args.device)
     # No autocast, as published scores are float32's: GPT-2's logits are near -35, where bfloat16
-    # has steps of 1/4. TF32, for speed where a GPU has it, rounds inside of products alone.
+    # has steps of 1/4. TF32, for speed on a GPU, rounds what goes into products, not the logits.
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

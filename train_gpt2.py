@@ -83,7 +83,7 @@ class Config:
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # of the way to min_lr
     warmup_steps: int = 715         # steps of linear warmup; 375 M tokens, as in GPT-3
-    max_steps: int = 19073          # optimizer steps; 10 B tokens / total_batch_size
+    max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = evaluate, sample
     epochs: float = 0.0             # passes over the data; above 0 they decide max_steps
     minutes: float = 0.0            # of training steps; above 0 they decide max_steps
     weight_decay: float = 0.1       # of matrices and embeddings, not of biases and gains
@@ -115,10 +115,10 @@ SMALL = dict(
     val_tokens=131072, hellaswag_every=0, sample_every=800, sample_prompt="\n\n",
     sample_tokens=300, log_dir="log_small", compile="False")
 
-# For a text file and weights (init_from). These decide the shape, the encoding, the longest T and,
-# by their width, max_lr: Adam's best falls as 1 / width (Yang et al. 2022), 1.3e-4 for gpt2
+# For a text file and given weights (init_from), which decide the model's constants, the encoding
+# and the longest T. Adam's best learning rate falls as 1 / width (Yang et al. 2022)
 FINETUNE = dict(
-    max_lr=0.1,  # choose_settings() divides it by n_embd
+    max_lr=0.1,  # choose_settings() divides it by n_embd: 1.3e-4 for gpt2
     total_batch_size=2048, B=4, T=1024, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
     sample_tokens=100, save_every=10, keep_every=0, log_dir="log_finetune")
@@ -136,7 +136,8 @@ class GPTConfig:
     dropout: float = 0.0     # on in train_step() only
 
 def undrawn(layer):
-    """The layer with a bias of 0 and weights of NaN, which mark what init_weights() has to draw."""
+    """The layer, its bias 0 and its weights NaN, which GPT.init_weights() replaces by draws in the
+    end, when parameters have names. What you set yourself, as a gate of zeros, it leaves alone."""
     nn.init.constant_(layer.weight, math.nan)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
@@ -218,7 +219,7 @@ class GPT(nn.Module):
             generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
             draw = torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator)
             p.copy_(torch.where(p.isnan(), draw.to(p.device), p))
-        # No gradient ever reaches the padding, so it stays at zero
+        # No token and no gradient ever reaches the padding: it stays at 0
         self.transformer.wte.weight[self.config.n_vocab:] = 0
 
     @classmethod
@@ -231,7 +232,7 @@ class GPT(nn.Module):
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # without this it stays float32
+            x = x.to(torch.get_autocast_dtype(x.device.type))  # else float32, twice the bytes
         x = self.dropout(x)
         for block in self.transformer.h:
             x = block(x)
@@ -245,9 +246,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, return_logits=True):
         """Logits (B, T, n_vocab) of idx (B, T), and the mean loss in nats of targets (B, T).
 
-        Targets of -100 do not count. "val" is this loss, too: a further term that only training
-        minimises belongs under `if self.training`. Returned logits cost a compiled model a gradient
-        of zeros, 13 GB at B=64: return_logits=False saves that.
+        Targets of -100 do not count. Validation has this loss, too: put a term that only training
+        minimises, as a z-loss, under `if self.training`. return_logits=False saves a compiled model
+        13 GB at B=64: its backward pass makes a gradient, of zeros, for each output not used.
         """
         logits = self.to_logits(self.hidden(idx))  # (B, T, n_vocab)
         loss = None
@@ -306,7 +307,8 @@ class DataLoaderLite:
         rows = int(self.rows_in_shard[number])           # 3
         begin = int(ends[i]) - rows                      # 4
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        # each epoch cuts `shift` tokens earlier: multiples of 0.618 T, modulo T, are far apart
+        # With recut, rows begin `shift` tokens earlier (the first cannot), so that no epoch cuts
+        # where another did: multiples of 0.618 T, modulo T, are far apart
         shift = int(0.618 * epoch * self.T) % self.T if self.recut else 0
         return number, max(0, int(row_order[row - begin]) * self.T - shift)
 
@@ -374,7 +376,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = dtype  # of Newton-Schulz
 
     def smoothed_gradient(self, p, momentum):
-        """The gradient of p under Nesterov momentum."""
+        """Nesterov momentum: with average = m average + (1 - m) g, it is (1 - m) g + m average."""
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
@@ -384,7 +386,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             by_shape = defaultdict(list)  # equal matrices are a batch: fewer, larger products
-            for name, p in zip(group["param_names"], group["params"]):
+            for name, p in zip(group["param_names"], group["params"]):  # torch keeps both
                 if p.grad is None:  # frozen, or not used in this step
                     continue
                 gradient = self.smoothed_gradient(p, group["momentum"])
@@ -429,7 +431,7 @@ class State:
     step: int = 0                 # steps done. An int, float or str that you add is saved, too
     minutes: float = 0.0          # that steps took; compiling, evaluation and saves do not count
 
-    def __post_init__(self):  # keeps the groups' peaks, as a checkpoint's lr replaces them
+    def __post_init__(self):  # before a checkpoint brings groups with the lr of its step
         self.peak_lrs = [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
 
     @property
@@ -522,8 +524,8 @@ def train_step(run):
         with context:
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # backward() adds to the gradients. share is 1 / micro-steps, and less where targets
-            # are -100: the division by counted_share below makes up for these.
+            # backward() adds to the gradients: with shares of 1 / micro-steps they become a mean.
+            # Where your data has targets of -100, shares are less, which counted_share makes up for
             share = (y >= 0).sum() / (y.numel() * len(my_rows))
             state.scaler.scale(loss * share).backward()
         weighted_loss = weighted_loss + loss.detach() * share
@@ -548,7 +550,7 @@ def step_optimizers(state, cfg, counted_share):
     clip = (longest / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, clip / counted_share)  # in few kernels
     for optimizer in state.optimizers:
-        if not state.scaler.is_enabled() or norm.isfinite():  # an overflow skips all of them
+        if not state.scaler.is_enabled() or norm.isfinite():  # in float16 all step, or none
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
@@ -580,7 +582,7 @@ def train(run):
         loss, norm = train_step(run)
         loss, norm, run.stopping = over_all_processes(run, loss, norm)  # waits for the GPU
         run.step_seconds.append(time.perf_counter() - start)
-        if len(run.step_seconds) > 2:  # in the first two torch compiles
+        if len(run.step_seconds) > 1:  # the first step of a start is mostly compiling
             state.minutes += run.step_seconds[-1] / 60
         check_step(run, loss, norm)
         report_step(run, loss, norm)
@@ -593,7 +595,7 @@ PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # there is nothing to save yet
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C just ends: nothing is to be saved yet
     code_checksum()  # cached now: the file may be edited while it trains
     try:
         cfg, first_lines = choose_settings(parse_flags(Config, __doc__, PRESETS))
@@ -608,7 +610,7 @@ def main():
             run = set_up(cfg, device)
             with contextlib.closing(run.folder):  # whatever ends train(), a save is finished
                 train(run)
-            del run  # it holds DDP and its group
+            del run  # or its DDP holds the group beyond its end, and some exits abort
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
@@ -647,6 +649,7 @@ def choose_settings(flags):
             if str(flags[constant]) != str(decided[constant]):
                 raise UserError(f"init_from={init_from} decides {constant}: leave out --{constant}")
         if preset_name == "FINETUNE":  # after the check, as flags may differ from these
+            # a power of two, as T has to divide total_batch_size
             decided["T"] = min(preset["T"], 2 ** int(math.log2(config["block_size"])))
             decided["max_lr"] = preset["max_lr"] / config["n_embd"]
     if "max_steps" in flags:  # else these would decide it
@@ -708,9 +711,11 @@ def sum_over_ranks(tensor):  # in place, and returned
     return tensor
 
 def join_processes(device):
-    # Imported later, its functions' defaults would hold the group, and some exits would abort
+    # DDP imports this. Now there is no group yet; later, group=WORLD as default of its functions
+    # would hold the group beyond its end, and some exits would abort
     import torch.distributed.nn  # noqa: F401
-    # torchrun's store outlives a restart: with a prefix, nobody finds addresses of the dead
+    # When torchrun restarts processes, its table of their addresses stays. By a prefix for each
+    # restart, nobody finds those of the dead
     store = next(dist.rendezvous("env://"))[0]
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     gpu = device if device.type == "cuda" else None
@@ -740,7 +745,7 @@ OTHER_TORCH = ("another torch, as pip install 'torch<2.15' --index-url "
 
 def pick_device(name):
     """The torch.device of a name, ready to use. Raises UserError if it cannot be used."""
-    # The version names the CUDA that it was built for, most often a newer one than the driver's
+    # Its version ends in the CUDA that it is for, as +cu130; most often the driver is older
     no_gpu = f"torch {torch.__version__} sees no GPU: install a newer driver, or {OTHER_TORCH}."
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo has no MPS tensors
@@ -763,20 +768,15 @@ def pick_device(name):
     return device
 
 def check_gpu(device):
-    """Raise UserError if there is no such GPU, or torch has no code for it."""
+    """Raise UserError if there is no such GPU, or torch cannot use it."""
     if device.index >= torch.cuda.device_count():
         raise UserError(f"There is no {device}: torch sees {torch.cuda.device_count()} GPU(s), and "
                         "each process needs its own: lower --nproc_per_node.")
-    (major, minor), known = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
-    # sm_86 runs on 8.6 to 8.9, compute_86 on all from 8.6 on; a suffix, as in sm_90a, is skipped
-    for kind, *built in re.findall(r"(sm|compute)_(\d+)(\d)", " ".join(known)):
-        built = tuple(map(int, built))
-        if built <= (major, minor) and (kind == "compute" or built[0] == major):
-            return
-    if not torch.version.hip:  # AMD's have other names
-        raise UserError(f"{torch.cuda.get_device_name(device)} has compute capability {major}."
-                        f"{minor}, torch {torch.__version__} has code for {' '.join(known)}: "
-                        f"install {OTHER_TORCH}.")
+    try:
+        torch.ones(1, device=device).item()  # fails where torch has no code for this GPU
+    except torch.AcceleratorError as e:
+        raise UserError(f"{torch.cuda.get_device_name(device)} cannot run torch {torch.__version__} "
+                        f"({first_line(e)}): install {OTHER_TORCH}.") from None
 
 def keep_freed_memory():
     """Have glibc keep freed memory for the next step; elsewhere (macOS, Windows, musl) nothing.
@@ -805,7 +805,7 @@ def pick_compile(choice, device):
     return fast if choice == "auto" else choice == "True"
 
 def set_attention(cfg, device, dtype):
-    # On a CPU flash's backward pass is slow on short rows: at T=64 11.8 ms, plain products 5.6
+    # In bfloat16 on a CPU flash's backward pass is slow on short rows: 11.8 ms at T=64, without 5.6
     short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
     torch.backends.cuda.enable_flash_sdp(not short)  # despite its name, for CPUs, too
     # cuDNN's, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some kernels
@@ -856,7 +856,7 @@ def check_encoding_of_shards(cfg):  # those of other scripts have no manifest
     if manifest.exists():
         made_with = json.loads(manifest.read_bytes())["settings"]["encoding"]
     if made_with != cfg.encoding:
-        raise UserError(f"The shards in {cfg.data}/ are in encoding={made_with}, not {cfg.encoding}.")
+        raise UserError(f"The shards in {cfg.data}/ have encoding={made_with}, not {cfg.encoding}.")
 
 def fingerprint_of(loader):
     """What tells corpora apart: of a text its ids, of shards the first and last."""
@@ -869,7 +869,7 @@ def fingerprint_of(loader):
     return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
 
 def tokens_per_byte(loader, encoding, val_tokens):
-    """Tokens that validation reads, divided by the bytes of their text; ids in use alone count."""
+    """Tokens that validation reads, if they are in the vocabulary, / the bytes of their text."""
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each token
     for shard in loader.shards:
         tokens = open_shard(shard)[1:1 + val_tokens - counts.sum()]  # targets begin at 1
@@ -879,7 +879,7 @@ def tokens_per_byte(loader, encoding, val_tokens):
     return counts.sum() / max(1, n_bytes)
 
 # ---- the run's folder: against kills, full disks, damaged files, and other runs in its place
-# A run may continue with other values of these
+# A run may continue with other values of these; epochs are compared as the max_steps they make
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -1000,7 +1000,7 @@ def open_log(path, step):
     file = open(path, "ab", buffering=0)  # for tail -f
     kept = 0  # bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # or nan, inf; comments do not match
+        number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # nan, inf too; not notes of yours
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
         kept += len(line)
@@ -1078,7 +1078,7 @@ def check_same_training(saved, cfg, fingerprint):
         changed.discard("max_steps")
         print0(f"max_steps was {before['max_steps']}, is {cfg.max_steps}: a new lr schedule.")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    if is_of_other_code(saved) and saved["step"] >= cfg.max_steps:
+    if is_of_other_code(saved) and saved["step"] >= cfg.max_steps:  # it would show old results
         values.append("train_gpt2.py was edited since it finished")
     if values:
         raise UserError(f"The run in {cfg.log_dir}/ is another one: {'; '.join(values)}. Put that "
@@ -1100,7 +1100,7 @@ def set_up(cfg, device):  # what train() works with; raises UserError
     if world_size() > 1:  # a shared disk may show ranks different files
         dist.broadcast_object_list(newest)  # fills the list
     if newest[0]:
-        # not mapped on a CPU, where AdamW would keep the mapped tensors
+        # on a CPU AdamW goes on in the tensors that are loaded: not in a file that prune() deletes
         saved = read_checkpoint(newest[0], mmap=device.type != "cpu")
         if cfg.minutes:  # reckoned when the run began
             cfg.max_steps = saved["constants"]["max_steps"]
@@ -1147,7 +1147,7 @@ def build_model(cfg, encoding, saved=None):
             raise UserError(f"init_from={cfg.init_from} has {c.n_vocab} tokens and a context of "
                             f"{c.block_size}: change encoding or T.")
         read_weights.cache_clear()  # or every process would hold them twice
-    # Freeze parts here: new and continued runs come by, before a checkpoint's weights are loaded
+    # To freeze parts, set requires_grad=False here, where new and continued runs pass
     return raw_model
 
 def build_state(raw_model, cfg, dtype, saved):
@@ -1441,7 +1441,7 @@ def load_weights(name, **constants):
 def check_same_function(ours, hf, end_of_text):  # on the CPU; ValueError if logits differ
     c = ours.config
     idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = end_of_text  # shows a model that attends within documents only
+    idx[0, c.block_size // 2] = end_of_text  # else a mask of documents would not show
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:  # NaN, too
@@ -1492,7 +1492,7 @@ def save_hugging_face(raw_model, folder, encoding=None):
     except (RuntimeError, ValueError) as e:
         raise UserError(f"transformers would compute something else ({first_line(e)})") from None
     transformers.logging.disable_progress_bar()
-    hf.save_pretrained(folder, max_shard_size="50GB")
+    hf.save_pretrained(folder, max_shard_size="50GB")  # in one file
     if encoding:
         tokenizer.save_pretrained(folder)
 

@@ -121,7 +121,7 @@ def test_shards_are_what_a_naive_tokenizer_makes(whole):
     np.testing.assert_array_equal(np.concatenate(shards), naive(TEXTS, BYTES))
     manifest = json.loads((whole / "manifest.json").read_text())
     documents = [entry["documents"] for entry in manifest["shards"]]
-    assert documents == [sum(shard == 256) for shard in shards] and "dtype" not in manifest
+    assert documents == [sum(shard == 256) for shard in shards]
     names = {f"edufineweb_train_{i:06d}.npy" for i in range(1, len(shards))}
     names |= {"edufineweb_val_000000.npy", ".lock", "manifest.json"}
     assert {path.name for path in whole.iterdir()} == names
@@ -151,7 +151,6 @@ def test_more_than_65536_ids_are_uint32(tmp_path, make, monkeypatch):
     assert {shard.dtype for shard in shards} == {np.dtype(np.uint32)} and shards[0][0] == 100257
     expected = naive(TEXTS, fineweb.get_encoding("cl100k_base"))  # whose last id is 100276
     np.testing.assert_array_equal(np.concatenate(shards), expected)
-    assert json.loads((tmp_path / "out/manifest.json").read_text())["dtype"] == "uint32"
 
 def test_encodings(monkeypatch):
     assert fineweb.get_encoding("bytes") is BYTES  # or HellaSwag builds it 60,000 times
