@@ -84,7 +84,7 @@ def get_encoding(name):
         raise UserError(f"encoding={name} lacks the special token <|endoftext|>: it begins texts.")
     return encoding
 
-# Both tokenizers must give it the same ids
+# Text on which tokenizers differ: hugging_face_tokenizer() compares its ids with tiktoken's
 PROBE = "Don't stop . it's\n\n\t 'LL we'Ll naïve 日本 🙂  1234567 x=[1, 2];\r\n return !?\n \n"
 
 def hugging_face_tokenizer(encoding, context):
@@ -95,7 +95,8 @@ def hugging_face_tokenizer(encoding, context):
     parts, letters = encoding_parts(encoding.name), bytes_to_unicode()
     ids = {"".join(letters[byte] for byte in token): i
            for token, i in parts["mergeable_ranks"].items()}
-    merges = generate_merges(ids, {token: -i for token, i in ids.items()})  # lowest id first
+    scores = {token: -i for token, i in ids.items()}  # the highest is merged first: the lowest id
+    merges = generate_merges(ids, scores)
     special = {i: token for token, i in parts["special_tokens"].items()}
     for i in set(range(encoding.n_vocab)) - set(ids.values()):  # special, or cl100k_base's unused
         token = special.setdefault(i, f"<|unused{i}|>")
@@ -103,7 +104,7 @@ def hugging_face_tokenizer(encoding, context):
     backend = Tokenizer(models.BPE(ids, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if merges:  # bytes need no pieces
-        # tiktoken's \p{L}++ and {1,3}+ are possessive, tokenizers' {1,3}+ is a repeat: drop one +
+        # possessive \p{L}++ and {1,3}+ as \p{L}+ and {1,3}: tokenizers would repeat {1,3}+
         pieces = pre_tokenizers.Split(Regex(parts["pat_str"].replace("}+", "}")), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
@@ -273,7 +274,7 @@ def read_json(file, first):
                     text = row.get(TEXT) or ""
                     texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
             finally:
-                yield texts  # also before a bad line's error, as read_batches() counts its row
+                yield texts  # if a line is bad, the good ones before it: read_batches() counts
 
 # -------------------------------------------------------------------------------------- tokens
 def tokenize(texts, name):
@@ -339,7 +340,7 @@ def forget_settings(folder, changes):
     if any(folder.glob("*train*.npy")):
         raise UserError(f"The shards in {folder}/ were made with other settings or files "
                         f"({'; '.join(changes[:3])}): undo that, or take another --local_dir.")
-    (folder / "manifest.json").unlink(missing_ok=True)  # or it would vouch for the next one
+    (folder / "manifest.json").unlink(missing_ok=True)  # or it would describe the next shard 0
 
 def cut_shards(results, shard_size, dtype, start, n_files):
     """Yield for each shard after `start`: its tokens (n,), and the place where they end.
@@ -361,7 +362,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
                     yield shard, {"file": file, "row": row, "used": used}
                     filled = 0
                     bar.reset()
-            used -= len(tokens)  # 0, or what a restart has to skip of the next batches, too
+            used -= len(tokens)  # above 0 after a restart whose batches are smaller: skip the rest
     if filled:
         yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
 

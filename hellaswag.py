@@ -192,8 +192,8 @@ def ending_losses(model, tokens, is_ending):
     # Ours gives (logits, loss), transformers' an object, a function logits alone, (R, T, V).
     logits = output[0] if type(output) is tuple else getattr(output, "logits", output)
     losses = F.cross_entropy(logits[mask].float(), tokens[:, 1:][mask], reduction="none")
-    rows = mask.nonzero()[:, 0]
-    return rows.cpu().bincount(weights=losses.cpu().double(), minlength=len(tokens))  # sums by row
+    rows, losses = mask.nonzero()[:, 0].cpu(), losses.cpu().double()  # MPS has no float64
+    return rows.bincount(weights=losses, minlength=len(tokens))  # sums by row
 
 def evaluate(model, examples, progress=False):
     """The Score of a model, the same on every rank and for any number of ranks.

@@ -136,8 +136,8 @@ class GPTConfig:
     dropout: float = 0.0     # on in train_step() only
 
 def undrawn(layer):
-    """The layer, its bias 0 and its weights NaN, which GPT.init_weights() replaces by draws in the
-    end, when parameters have names. What you set yourself, as a gate of zeros, it leaves alone."""
+    """The layer with a bias of 0 and weights of NaN, which means: still to be drawn. init_weights()
+    does so when the GPT is built, as each draw is seeded by the parameter's full name."""
     nn.init.constant_(layer.weight, math.nan)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
@@ -207,7 +207,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Draw weights that are NaN from Normal(0, 0.02); what has values keeps them.
+        """Draw weights that are NaN from Normal(0, 0.02). What you gave values keeps them.
 
         The 2 * n_layer projections that add to x have their std divided by that number's root,
         so that the variance does not grow with depth (GPT-2, section 2.3). A draw follows from
@@ -431,12 +431,12 @@ class State:
     step: int = 0                 # steps done. An int, float or str that you add is saved, too
     minutes: float = 0.0          # that steps took; compiling, evaluation and saves do not count
 
-    def __post_init__(self):  # before a checkpoint brings groups with the lr of its step
+    def __post_init__(self):  # later, each step and each checkpoint overwrite a group's lr
         self.peak_lrs = [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
 
     @property
     def eval_model(self):
-        """Validated, scored, sampled, saved as "model", exported. Edit it to return averages."""
+        """What is validated, scored, sampled, exported; for averaged weights, return their GPT."""
         return self.raw_model
 
     def state_dict(self):
@@ -459,7 +459,7 @@ class State:
         self.raw_model.load_state_dict(saved.get("trained", saved["model"]))
         for optimizer, content in zip(self.optimizers, saved["optimizers"], strict=True):
             optimizer.load_state_dict(content)
-        if saved["scaler"]:
+        if saved["scaler"]:  # empty, unless it was in float16
             self.scaler.load_state_dict(saved["scaler"])
 
 @dataclass
@@ -504,7 +504,7 @@ def validation_loss(run, loader, model=None):
 
 def train_step(run):
     """One optimizer step. Returns a loss, whose mean over all processes is the step's, and the
-    gradient's norm before clipping, on the device. Except in float16, nothing waits for a GPU."""
+    gradient's norm before clipping, on the device. Nothing waits for a GPU but float16's norm."""
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     # A step's rows are dealt out B at a time, to rank 0, rank 1, ..., and again to rank 0
     begin, end = rows_before(cfg, state.step), rows_before(cfg, state.step + 1)
@@ -524,14 +524,15 @@ def train_step(run):
         with context:
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # backward() adds to the gradients: with shares of 1 / micro-steps they become a mean.
-            # Where your data has targets of -100, shares are less, which counted_share makes up for
+            # The loss is a mean over the micro-step's targets that count, share what part they are
+            # of all targets of this process: 1 / micro-steps, unless some are -100. The sum of
+            # loss * share, divided by the sum of shares, is the mean over all that count.
             share = (y >= 0).sum() / (y.numel() * len(my_rows))
             state.scaler.scale(loss * share).backward()
         weighted_loss = weighted_loss + loss.detach() * share
         counted_share = counted_share + share
     ddp_model.eval()
-    counted_share = sum_over_ranks(counted_share) / world_size()  # 1, if no target is -100
+    counted_share = sum_over_ranks(counted_share) / world_size()  # a mean, as DDP's gradients
     # For noise that you may add below: the same on all ranks, so that their models stay equal
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     norm = step_optimizers(state, cfg, counted_share)
@@ -550,7 +551,7 @@ def step_optimizers(state, cfg, counted_share):
     clip = (longest / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, clip / counted_share)  # in few kernels
     for optimizer in state.optimizers:
-        if not state.scaler.is_enabled() or norm.isfinite():  # in float16 all step, or none
+        if not state.scaler.is_enabled() or norm.isfinite():  # AdamW and Muon both, or none
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
@@ -610,7 +611,7 @@ def main():
             run = set_up(cfg, device)
             with contextlib.closing(run.folder):  # whatever ends train(), a save is finished
                 train(run)
-            del run  # or its DDP holds the group beyond its end, and some exits abort
+            del run  # its DDP holds the group beyond its end, as told in join_processes()
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
@@ -630,7 +631,7 @@ def is_text(data):  # else it is a folder of shards
 def choose_settings(flags):
     """The constants that apply, and the first lines, which name them."""
     data, note = flags.get("data", Config.data), ""
-    if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:  # unedited
+    if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:  # the default
         data = str(Path(__file__).resolve().with_name("input.txt"))
         note = ("Quick start on Shakespeare: edu_fineweb10B/ holds no shards.\n"
                 "For GPT-2 (124M): python fineweb.py, and the same command again.\n\n")
@@ -711,12 +712,12 @@ def sum_over_ranks(tensor):  # in place, and returned
     return tensor
 
 def join_processes(device):
-    # DDP imports this. Now there is no group yet; later, group=WORLD as default of its functions
-    # would hold the group beyond its end, and some exits would abort
+    # This module's functions have the group as a default argument. Imported after the group is
+    # made, as DDP would do, they hold it beyond its end, and Python sometimes aborts at its exit
     import torch.distributed.nn  # noqa: F401
-    # When torchrun restarts processes, its table of their addresses stays. By a prefix for each
-    # restart, nobody finds those of the dead
-    store = next(dist.rendezvous("env://"))[0]
+    # Processes find each other's addresses in torchrun's store, which outlives a restart: with a
+    # prefix for each restart, nobody finds addresses of the dead
+    store, _, _ = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(backend="nccl" if gpu else "gloo", store=store, rank=rank(),
@@ -775,7 +776,7 @@ def check_gpu(device):
     try:
         torch.ones(1, device=device).item()  # fails where torch has no code for this GPU
     except torch.AcceleratorError as e:
-        raise UserError(f"{torch.cuda.get_device_name(device)} cannot run torch {torch.__version__} "
+        raise UserError(f"torch {torch.__version__} fails on {torch.cuda.get_device_name(device)} "
                         f"({first_line(e)}): install {OTHER_TORCH}.") from None
 
 def keep_freed_memory():
@@ -869,11 +870,11 @@ def fingerprint_of(loader):
     return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
 
 def tokens_per_byte(loader, encoding, val_tokens):
-    """Tokens that validation reads, if they are in the vocabulary, / the bytes of their text."""
+    """How many tokens the text has per byte, over those that validation reads."""
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each token
     for shard in loader.shards:
         tokens = open_shard(shard)[1:1 + val_tokens - counts.sum()]  # targets begin at 1
-        counts += np.bincount(tokens, minlength=encoding.n_vocab)[:encoding.n_vocab]
+        counts += np.bincount(tokens, minlength=len(counts))[:len(counts)]  # read() refuses others
     n_bytes = sum(counts[token] * len(encoding.decode_single_token_bytes(token))
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
@@ -904,7 +905,7 @@ class RunFolder:
             self.log.close()
 
     def begin(self, step, continues):
-        """Rename another run's log.txt and an old hf; note this start in run.json; open log.txt."""
+        """Rename another run's log.txt and hf, or an outdated hf; note this start; open log.txt."""
         if rank() != 0:
             return
         for name in ("hf", "log.txt"):
@@ -918,8 +919,8 @@ class RunFolder:
             "torch": torch.__version__, "python": sys.version})
         self.write_run()
         self.log = open_log(self.path / "log.txt", step)
-        if continues or self.cfg.init_from == "scratch":  # it is on the disk, or the seed makes it
-            self.saved_step = step
+        if continues or self.cfg.init_from == "scratch":
+            self.saved_step = step  # needs no save: it was loaded, or the seed draws it again
 
     def write_run(self, result=None):
         """Write run.json: constants, data, starts and, at the end, the run's result."""
@@ -1000,7 +1001,7 @@ def open_log(path, step):
     file = open(path, "ab", buffering=0)  # for tail -f
     kept = 0  # bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        number = re.match(rb"(\d+) .+ [-\d.naif]+$", line)  # nan, inf too; not notes of yours
+        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # None: a note of yours
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
         kept += len(line)
@@ -1033,13 +1034,12 @@ def newest_checkpoint(folder):  # that is undamaged; None if there is none
             print0(f"{e} Trying the one before it.")
     if found:
         raise UserError(f"Every checkpoint in {folder}/ is damaged: take another --log_dir.")
-    return None
 
 def best_checkpoint(folder):  # the newest; if val rose again, the one where it was lowest
     newest, found = newest_checkpoint(folder), find_checkpoints(folder)
     losses = {step: loss for step, loss in read_streams(folder)["val"] if step in found}
-    best, last = min(losses, key=losses.get, default=None), max(losses, default=None)
-    return newest if best == last else found[best]
+    best, last_validated = min(losses, key=losses.get, default=None), max(losses, default=None)
+    return newest if best == last_validated else found[best]
 
 def read_checkpoint(path, mmap=True):
     """The content of a checkpoint. Checks the checksums, which torch ignores."""
@@ -1072,9 +1072,9 @@ def check_same_training(saved, cfg, fingerprint):
     before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
     now = asdict(cfg) | {"data": fingerprint}
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
-    if not cfg.minutes:  # max_steps says how long
+    if not cfg.minutes:  # a run begun by minutes may go on by --max_steps
         changed.discard("minutes")
-    if cfg.max_steps > max(before["max_steps"], saved["step"]):
+    if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
         print0(f"max_steps was {before['max_steps']}, is {cfg.max_steps}: a new lr schedule.")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
@@ -1100,7 +1100,7 @@ def set_up(cfg, device):  # what train() works with; raises UserError
     if world_size() > 1:  # a shared disk may show ranks different files
         dist.broadcast_object_list(newest)  # fills the list
     if newest[0]:
-        # on a CPU AdamW goes on in the tensors that are loaded: not in a file that prune() deletes
+        # not mapped on a CPU: AdamW keeps these tensors as its own, and prune() deletes the file
         saved = read_checkpoint(newest[0], mmap=device.type != "cpu")
         if cfg.minutes:  # reckoned when the run began
             cfg.max_steps = saved["constants"]["max_steps"]
@@ -1441,7 +1441,7 @@ def load_weights(name, **constants):
 def check_same_function(ours, hf, end_of_text):  # on the CPU; ValueError if logits differ
     c = ours.config
     idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = end_of_text  # else a mask of documents would not show
+    idx[0, c.block_size // 2] = end_of_text  # in case an edit has attention stop there
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:  # NaN, too
