@@ -27,7 +27,6 @@ import signal
 import sys
 import textwrap
 import threading
-import time
 from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,7 +63,7 @@ def first_line(error):
 
 def encoding_parts(name):
     """What a tiktoken.Encoding is made of. A tokenizer of your own is one more case here."""
-    if name == "bytes":  # nothing is merged, so any pieces do; of 128 characters they are quick
+    if name == "bytes":  # pat_str cuts texts before merging; bytes merge nothing, so any cut does
         return dict(name=name, pat_str=r"(?s:.{1,128})", special_tokens={"<|endoftext|>": 256},
                     mergeable_ranks={bytes([i]): i for i in range(256)})
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
@@ -92,7 +91,7 @@ def hugging_face_tokenizer(encoding, context):
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-    parts, letters = encoding_parts(encoding.name), bytes_to_unicode()
+    parts, letters = encoding_parts(encoding.name), bytes_to_unicode()  # a letter for each byte
     ids = {"".join(letters[byte] for byte in token): i
            for token, i in parts["mergeable_ranks"].items()}
     scores = {token: -i for token, i in ids.items()}  # the highest is merged first: the lowest id
@@ -104,7 +103,8 @@ def hugging_face_tokenizer(encoding, context):
     backend = Tokenizer(models.BPE(ids, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if merges:  # bytes need no pieces
-        # possessive \p{L}++ and {1,3}+ as \p{L}+ and {1,3}: tokenizers would repeat {1,3}+
+        # tiktoken's patterns have a possessive + after each }, as in \p{L}++ and {1,3}+. Drop it:
+        # to the library tokenizers, {1,3}+ is a repeat of {1,3}
         pieces = pre_tokenizers.Split(Regex(parts["pat_str"].replace("}+", "}")), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
@@ -183,9 +183,7 @@ def make_config(cls, values):
         try:
             setattr(cfg, name, typed(value, kind))
         except (KeyError, TypeError, ValueError):
-            if kind in must_be:
-                raise UserError(f"{name}={value}: it must be {must_be[kind]}.") from None
-            raise UserError(f"{name}={value} is not possible: {kind}.") from None
+            raise UserError(f"{name}={value}: it must be {must_be.get(kind, kind)}.") from None
     return cfg
 
 def typed(value, kind):
@@ -262,7 +260,7 @@ def read_parquet(file, first):
             first = max(0, first - len(part))  # rows still to skip
 
 def read_json(file, first):
-    """Yield lists of texts, "" where none is, from line `first` on; lone surrogates as U+FFFD."""
+    """Yield lists of texts, "" for none, from line `first` on. No lone surrogates, for tiktoken."""
     with io.BufferedReader(file, BATCH_BYTES) as lines:  # fsspec's own reading takes 2 ms a line
         for _ in itertools.islice(lines, first):
             pass
@@ -273,8 +271,8 @@ def read_json(file, first):
                     row = json.loads(line) if line.strip() else {}
                     text = row.get(TEXT) or ""
                     texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-            finally:
-                yield texts  # if a line is bad, the good ones before it: read_batches() counts
+            finally:  # if a line is bad, first yield the good ones before it, so that
+                yield texts  # read_batches() names the right row; then the error goes on
 
 # -------------------------------------------------------------------------------------- tokens
 def tokenize(texts, name):
@@ -362,7 +360,9 @@ def cut_shards(results, shard_size, dtype, start, n_files):
                     yield shard, {"file": file, "row": row, "used": used}
                     filled = 0
                     bar.reset()
-            used -= len(tokens)  # above 0 after a restart whose batches are smaller: skip the rest
+            # Now `used` is 0. But a restart may cut batches shorter than the one of which it was
+            # counted: then all of this one was used before, and so many tokens of the next
+            used -= len(tokens)
     if filled:
         yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
 
@@ -393,7 +393,6 @@ def add_shards(cfg, folder, files, shards):
 
 def make_shards(cfg):
     """Make the shards that `cfg` asks for and local_dir lacks. Raises UserError, OSError."""
-    begin = time.perf_counter()
     if cfg.shard_size < 1025:  # a row of train_gpt2.py at T=1024 and the token after it
         raise UserError(f"shard_size={cfg.shard_size}: take 1025 tokens or more.")
     files = find_files(cfg.source, cfg.remote_name)
@@ -402,7 +401,7 @@ def make_shards(cfg):
     remove_parts(folder)
     shards, changes = find_finished(folder, cfg, files)
     if changes:
-        forget_settings(folder, changes)  # an empty folder has changes: nothing is known of it
+        forget_settings(folder, changes)  # in a new folder all is changed, and nothing forgotten
     found = len(shards)
     corpus_is_done = found > 0 and shards[-1]["file"] == len(files)
     if not corpus_is_done and (cfg.max_shards == 0 or found < cfg.max_shards):
@@ -416,7 +415,7 @@ def make_shards(cfg):
     documents = sum(entry["documents"] for entry in shards)
     made = sum(entry["tokens"] for entry in shards[found:])
     print(f"{folder}/: {documents:,} documents, {tokens:,} tokens in {len(shards)} shards\n"
-          f"This run: {made:,} tokens in {time.perf_counter() - begin:.1f} s\n"
+          f"This run: {made:,} tokens\n"
           f"Train on it: python train_gpt2.py --data={folder} --encoding={cfg.encoding}")
 
 # -------------------------------------------------------------------------------- command line

@@ -234,7 +234,7 @@ def load_model(name, device):
         if model.config.vocab_size != 50257:  # another tokenizer than GPT-2's
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             encode = tokenizer.encode
-            if not encode("a"):  # a folder without a tokenizer gives one without tokens
+            if not encode("a"):  # for a folder without one, transformers makes an empty one
                 raise ValueError("it has no tokenizer")
         model.config.use_cache = False  # for memory: 5 GB of GPT-2 XL's keys and values a batch
         return model.float().to(device), encode

@@ -115,11 +115,11 @@ SMALL = dict(
     val_tokens=131072, hellaswag_every=0, sample_every=800, sample_prompt="\n\n",
     sample_tokens=300, log_dir="log_small", compile="False")
 
-# For a text file and given weights (init_from), which decide the model's constants, the encoding
-# and the longest T. Adam's best learning rate falls as 1 / width (Yang et al. 2022)
+# For a text file and given weights (init_from), which decide the model's constants and the encoding
 FINETUNE = dict(
-    max_lr=0.1,  # choose_settings() divides it by n_embd: 1.3e-4 for gpt2
-    total_batch_size=2048, B=4, T=1024, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
+    max_lr=0.1,  # choose_settings() divides it by n_embd (Yang et al. 2022): 1.3e-4 for gpt2
+    T=1024,      # at most: it takes the largest power of two that fits the weights' context
+    total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
     sample_tokens=100, save_every=10, keep_every=0, log_dir="log_finetune")
 
@@ -136,14 +136,15 @@ class GPTConfig:
     dropout: float = 0.0     # on in train_step() only
 
 def undrawn(layer):
-    """The layer with a bias of 0 and weights of NaN, which means: still to be drawn. init_weights()
-    does so when the GPT is built, as each draw is seeded by the parameter's full name."""
+    """The layer with a bias of 0, and weights of NaN, which GPT.init_weights() will draw: the seed
+    of a draw is the parameter's full name, which exists only when the whole GPT is built. Weights
+    that you set yourself are not NaN, and stay."""
     nn.init.constant_(layer.weight, math.nan)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
 
-Norm = nn.LayerNorm  # two in each block, and one at the end
+Norm = nn.LayerNorm  # all norms of the model: for another kind, edit this line
 
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which a token attends to itself and to earlier tokens."""
@@ -207,7 +208,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self):
-        """Draw weights that are NaN from Normal(0, 0.02). What you gave values keeps them.
+        """Draw the weights that are NaN from Normal(0, 0.02).
 
         The 2 * n_layer projections that add to x have their std divided by that number's root,
         so that the variance does not grow with depth (GPT-2, section 2.3). A draw follows from
@@ -386,7 +387,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             by_shape = defaultdict(list)  # equal matrices are a batch: fewer, larger products
-            for name, p in zip(group["param_names"], group["params"]):  # torch keeps both
+            for name, p in zip(group["param_names"], group["params"]):  # of __init__
                 if p.grad is None:  # frozen, or not used in this step
                     continue
                 gradient = self.smoothed_gradient(p, group["momentum"])
@@ -436,13 +437,13 @@ class State:
 
     @property
     def eval_model(self):
-        """What is validated, scored, sampled, exported; for averaged weights, return their GPT."""
+        """The GPT that is validated, sampled, exported; if you average weights, return theirs."""
         return self.raw_model
 
     def state_dict(self):
         return {"step": self.step,
                 "numbers": {name: value for name, value in vars(self).items()
-                            if isinstance(value, (int, float, str))},  # step, and your own
+                            if isinstance(value, (int, float, str))},  # step, minutes, your own
                 "model": self.eval_model.state_dict(),
                 "trained": self.raw_model.state_dict(),  # the same tensors, unless averaged
                 "gpt_config": asdict(self.raw_model.config),
@@ -504,7 +505,7 @@ def validation_loss(run, loader, model=None):
 
 def train_step(run):
     """One optimizer step. Returns a loss, whose mean over all processes is the step's, and the
-    gradient's norm before clipping, on the device. Nothing waits for a GPU but float16's norm."""
+    gradient's norm before clipping, both on the device. Only in float16 does it wait for a GPU."""
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     # A step's rows are dealt out B at a time, to rank 0, rank 1, ..., and again to rank 0
     begin, end = rows_before(cfg, state.step), rows_before(cfg, state.step + 1)
@@ -524,15 +525,15 @@ def train_step(run):
         with context:
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # The loss is a mean over the micro-step's targets that count, share what part they are
-            # of all targets of this process: 1 / micro-steps, unless some are -100. The sum of
-            # loss * share, divided by the sum of shares, is the mean over all that count.
+            # Plain gradient accumulation: share is 1 / micro-steps. If you mask targets by -100, it
+            # is less; then the sum of loss * share, divided by the sum of shares, is still the mean
+            # over all targets that count.
             share = (y >= 0).sum() / (y.numel() * len(my_rows))
             state.scaler.scale(loss * share).backward()
         weighted_loss = weighted_loss + loss.detach() * share
         counted_share = counted_share + share
     ddp_model.eval()
-    counted_share = sum_over_ranks(counted_share) / world_size()  # a mean, as DDP's gradients
+    counted_share = sum_over_ranks(counted_share) / world_size()  # 1, but for masks
     # For noise that you may add below: the same on all ranks, so that their models stay equal
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     norm = step_optimizers(state, cfg, counted_share)
@@ -551,7 +552,7 @@ def step_optimizers(state, cfg, counted_share):
     clip = (longest / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, clip / counted_share)  # in few kernels
     for optimizer in state.optimizers:
-        if not state.scaler.is_enabled() or norm.isfinite():  # AdamW and Muon both, or none
+        if not state.scaler.is_enabled() or norm.isfinite():  # waits; an overflow skips all
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
@@ -597,7 +598,7 @@ PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 def main():
     sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C just ends: nothing is to be saved yet
-    code_checksum()  # cached now: the file may be edited while it trains
+    code_checksum()  # for checkpoints; cached now, as the file may be edited while it trains
     try:
         cfg, first_lines = choose_settings(parse_flags(Config, __doc__, PRESETS))
         device = pick_device(cfg.device)
@@ -611,7 +612,7 @@ def main():
             run = set_up(cfg, device)
             with contextlib.closing(run.folder):  # whatever ends train(), a save is finished
                 train(run)
-            del run  # its DDP holds the group beyond its end, as told in join_processes()
+            del run  # DDP holds the process group: it goes first, or Python may abort at its exit
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
@@ -631,7 +632,8 @@ def is_text(data):  # else it is a folder of shards
 def choose_settings(flags):
     """The constants that apply, and the first lines, which name them."""
     data, note = flags.get("data", Config.data), ""
-    if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:  # the default
+    unedited = "data" not in flags and data == "edu_fineweb10B"
+    if unedited and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
         note = ("Quick start on Shakespeare: edu_fineweb10B/ holds no shards.\n"
                 "For GPT-2 (124M): python fineweb.py, and the same command again.\n\n")
@@ -650,7 +652,6 @@ def choose_settings(flags):
             if str(flags[constant]) != str(decided[constant]):
                 raise UserError(f"init_from={init_from} decides {constant}: leave out --{constant}")
         if preset_name == "FINETUNE":  # after the check, as flags may differ from these
-            # a power of two, as T has to divide total_batch_size
             decided["T"] = min(preset["T"], 2 ** int(math.log2(config["block_size"])))
             decided["max_lr"] = preset["max_lr"] / config["n_embd"]
     if "max_steps" in flags:  # else these would decide it
@@ -712,8 +713,8 @@ def sum_over_ranks(tensor):  # in place, and returned
     return tensor
 
 def join_processes(device):
-    # This module's functions have the group as a default argument. Imported after the group is
-    # made, as DDP would do, they hold it beyond its end, and Python sometimes aborts at its exit
+    # Import it before there is a group: its functions take the group as a default argument when
+    # they are defined. DDP would import it later, they would hold it, and Python's exit may abort
     import torch.distributed.nn  # noqa: F401
     # Processes find each other's addresses in torchrun's store, which outlives a restart: with a
     # prefix for each restart, nobody finds addresses of the dead
@@ -741,12 +742,13 @@ def catch_signals():
     return event
 
 # ---- the machine: "auto" takes what is fast here; a GPU that cannot be used is named
+# 2.14 is the last torch with wheels for CUDA 12.6
 OTHER_TORCH = ("another torch, as pip install 'torch<2.15' --index-url "
                "https://download.pytorch.org/whl/cu126, which has code for old GPUs and drivers")
 
 def pick_device(name):
     """The torch.device of a name, ready to use. Raises UserError if it cannot be used."""
-    # Its version ends in the CUDA that it is for, as +cu130; most often the driver is older
+    # torch's version ends in its CUDA, as +cu130: most often that is newer than the driver's
     no_gpu = f"torch {torch.__version__} sees no GPU: install a newer driver, or {OTHER_TORCH}."
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo has no MPS tensors
@@ -870,11 +872,11 @@ def fingerprint_of(loader):
     return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
 
 def tokens_per_byte(loader, encoding, val_tokens):
-    """How many tokens the text has per byte, over those that validation reads."""
+    """Tokens per byte of the text that validation reads. read() names ids beyond the vocabulary."""
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each token
     for shard in loader.shards:
         tokens = open_shard(shard)[1:1 + val_tokens - counts.sum()]  # targets begin at 1
-        counts += np.bincount(tokens, minlength=len(counts))[:len(counts)]  # read() refuses others
+        counts += np.bincount(tokens, minlength=len(counts))[:len(counts)]  # known ids
     n_bytes = sum(counts[token] * len(encoding.decode_single_token_bytes(token))
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
@@ -909,7 +911,7 @@ class RunFolder:
         if rank() != 0:
             return
         for name in ("hf", "log.txt"):
-            old = self.path / name
+            old = self.path / name  # hf, the export, is outdated if its run trains on
             if old.exists() and (not continues or (name == "hf" and step < self.cfg.max_steps)):
                 old.rename(f"{old}_before_{time.strftime('%Y%m%d-%H%M%S')}")
         if continues and (self.path / "run.json").exists():
@@ -948,7 +950,7 @@ class RunFolder:
 
     def copy_to_host(self, content):
         """content with its tensors copied; one that is in it twice, as tied weights are, once."""
-        old_copies, self.host_copies = self.host_copies, {}  # whose memory is used again
+        old_copies, self.host_copies = self.host_copies, {}
         def copied(part):
             if isinstance(part, dict):
                 return {key: copied(value) for key, value in part.items()}
@@ -956,6 +958,7 @@ class RunFolder:
                 return [copied(value) for value in part]
             if not torch.is_tensor(part):  # weights_only=True reads no numbers of NumPy's
                 return part.item() if isinstance(part, np.number) else part
+            # finds a tied tensor's copy, and, as weights stay in place, the memory of the last save
             key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
             if key not in self.host_copies:
                 memory = old_copies.get(key)
@@ -985,7 +988,7 @@ class RunFolder:
         losses = {old: loss for old, loss in read_streams(self.path)["val"] if old in found}
         stay = {*older[:1], min(losses, key=losses.get, default=None)}  # the newest and the best
         for old in set(older) - stay:
-            if not self.cfg.keep_every or old % self.cfg.keep_every or old == 0:
+            if not self.cfg.keep_every or old % self.cfg.keep_every:
                 with contextlib.suppress(OSError):
                     found[old].unlink()
 
@@ -997,11 +1000,11 @@ class RunFolder:
             self.drawing = self.thread.submit(draw_curves, self.path)
 
 def open_log(path, step):
-    """log.txt, to append to, without the lines from `step` on: those steps come again."""
+    """log.txt to append to, without lines from `step` on, which come again. Your own notes stay."""
     file = open(path, "ab", buffering=0)  # for tail -f
     kept = 0  # bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # None: a note of yours
+        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # None for a note
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
         kept += len(line)
@@ -1039,7 +1042,7 @@ def best_checkpoint(folder):  # the newest; if val rose again, the one where it 
     newest, found = newest_checkpoint(folder), find_checkpoints(folder)
     losses = {step: loss for step, loss in read_streams(folder)["val"] if step in found}
     best, last_validated = min(losses, key=losses.get, default=None), max(losses, default=None)
-    return newest if best == last_validated else found[best]
+    return newest if best == last_validated else found[best]  # val still falls: the newest
 
 def read_checkpoint(path, mmap=True):
     """The content of a checkpoint. Checks the checksums, which torch ignores."""
@@ -1078,7 +1081,7 @@ def check_same_training(saved, cfg, fingerprint):
         changed.discard("max_steps")
         print0(f"max_steps was {before['max_steps']}, is {cfg.max_steps}: a new lr schedule.")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    if is_of_other_code(saved) and saved["step"] >= cfg.max_steps:  # it would show old results
+    if is_of_other_code(saved) and saved["step"] >= cfg.max_steps:  # else old results would be its
         values.append("train_gpt2.py was edited since it finished")
     if values:
         raise UserError(f"The run in {cfg.log_dir}/ is another one: {'; '.join(values)}. Put that "
@@ -1100,7 +1103,7 @@ def set_up(cfg, device):  # what train() works with; raises UserError
     if world_size() > 1:  # a shared disk may show ranks different files
         dist.broadcast_object_list(newest)  # fills the list
     if newest[0]:
-        # not mapped on a CPU: AdamW keeps these tensors as its own, and prune() deletes the file
+        # not mapped on a CPU: AdamW keeps these tensors, and Windows deletes no file that is mapped
         saved = read_checkpoint(newest[0], mmap=device.type != "cpu")
         if cfg.minutes:  # reckoned when the run began
             cfg.max_steps = saved["constants"]["max_steps"]
@@ -1261,8 +1264,6 @@ def report_step(run, loss, norm):
         return
     rate = (rows_before(cfg, step + 1) - rows_before(cfg, step)) * cfg.T / seconds
     more = f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms {rate:,.0f} tok/s"
-    if run.device.type == "cuda":
-        more += f" {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB"
     # by the median, since a step may have waited for another program
     left = statistics.median(run.step_seconds) * (cfg.max_steps - step - 1)
     print_line(run, step, f"{more} {datetime.timedelta(seconds=round(left))} left")
@@ -1355,7 +1356,7 @@ def hellaswag_score(run):  # acc_norm
 def finish(run):
     """End the run: save it and, unless a signal came, leave its best weights in log_dir/hf."""
     cfg, step = run.cfg, run.state.step
-    left_early = step < cfg.max_steps and not run.stopping  # by a break in train(), say
+    left_early = step < cfg.max_steps and not run.stopping  # by a break that you added to train()
     if left_early and run.validated_step != step:
         validate(run)
         print_line(run, step)
@@ -1424,13 +1425,12 @@ def read_weights(name):
     return config, encoding, weights
 
 def load_weights(name, **constants):
-    """(GPT, its encoding) of what read_weights() reads; constants: what is not decided there."""
+    """(GPT, its encoding) of what read_weights() reads; constants: what it lacks, as dropout."""
     config, encoding, weights = read_weights(name)
     raw_model = GPT(GPTConfig(**constants | config))
     own = raw_model.state_dict()
-    if own.keys() - weights.keys():
-        print0(f"!!! {name} lacks {min(own.keys() - weights.keys())}: "
-               f"{len(own.keys() - weights.keys())} tensor(s) begin as the code has them.")
+    if missing := own.keys() - weights.keys():
+        print0(f"!!! {name} lacks {min(missing)}: {len(missing)} tensor(s) begin as in the code.")
     try:
         raw_model.load_state_dict(own | weights)
     except RuntimeError as e:  # other names, other shapes
@@ -1441,7 +1441,7 @@ def load_weights(name, **constants):
 def check_same_function(ours, hf, end_of_text):  # on the CPU; ValueError if logits differ
     c = ours.config
     idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = end_of_text  # in case an edit has attention stop there
+    idx[0, c.block_size // 2] = end_of_text  # to tell a model edited to look no further
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:  # NaN, too

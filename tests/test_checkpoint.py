@@ -4,7 +4,6 @@ import inspect
 import io
 import itertools
 import json
-import math
 import os
 import pickle
 import random

@@ -434,5 +434,5 @@ def test_constants_and_flags(monkeypatch, capsys):
         fineweb.make_config(Edited, {})
     for kind in (tuple, float | None):
         monkeypatch.setattr(Edited, "__annotations__", Edited.__annotations__ | {"depth": kind})
-        with refused(f"depth=5 is not possible: {re.escape(str(kind))}"):
+        with refused(f"depth=5: it must be {re.escape(str(kind))}"):
             fineweb.make_config(Edited, {})
