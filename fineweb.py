@@ -334,7 +334,7 @@ def find_finished(folder, cfg, files):
     return list(itertools.takewhile(lambda entry: (folder / entry["name"]).exists(), shards)), []
 
 def forget_settings(folder, changes):
-    """Forget a validation shard made with other settings. Raises UserError if there are more."""
+    """Forget a lone validation shard, which a short text leaves. UserError if there are more."""
     if any(folder.glob("*train*.npy")):
         raise UserError(f"The shards in {folder}/ were made with other settings or files "
                         f"({'; '.join(changes[:3])}): undo that, or take another --local_dir.")
@@ -360,8 +360,8 @@ def cut_shards(results, shard_size, dtype, start, n_files):
                     yield shard, {"file": file, "row": row, "used": used}
                     filled = 0
                     bar.reset()
-            # Now `used` is 0. But a restart may cut batches shorter than the one of which it was
-            # counted: then all of this one was used before, and so many tokens of the next
+            # `used` becomes 0. Only after a restart, which reads from another row on, and so cuts
+            # batches elsewhere, it may exceed this one: then the rest of it is skipped in the next
             used -= len(tokens)
     if filled:
         yield shard[:filled], {"file": n_files, "row": 0, "used": 0}

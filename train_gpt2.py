@@ -387,7 +387,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure=None):
         for group in self.param_groups:
             by_shape = defaultdict(list)  # equal matrices are a batch: fewer, larger products
-            for name, p in zip(group["param_names"], group["params"]):  # of __init__
+            for name, p in zip(group["param_names"], group["params"]):  # torch splits the pairs
                 if p.grad is None:  # frozen, or not used in this step
                     continue
                 gradient = self.smoothed_gradient(p, group["momentum"])
@@ -552,7 +552,7 @@ def step_optimizers(state, cfg, counted_share):
     clip = (longest / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, clip / counted_share)  # in few kernels
     for optimizer in state.optimizers:
-        if not state.scaler.is_enabled() or norm.isfinite():  # waits; an overflow skips all
+        if not state.scaler.is_enabled() or norm.isfinite():  # scaler.step() skips one, not all
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
@@ -713,8 +713,8 @@ def sum_over_ranks(tensor):  # in place, and returned
     return tensor
 
 def join_processes(device):
-    # Import it before there is a group: its functions take the group as a default argument when
-    # they are defined. DDP would import it later, they would hold it, and Python's exit may abort
+    # Now, while there is no group: functions of torch.distributed.nn keep the group of the time of
+    # their import as a default. Imported later, by DDP, they keep ours, and Python's exit may abort
     import torch.distributed.nn  # noqa: F401
     # Processes find each other's addresses in torchrun's store, which outlives a restart: with a
     # prefix for each restart, nobody finds addresses of the dead
@@ -872,11 +872,11 @@ def fingerprint_of(loader):
     return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
 
 def tokens_per_byte(loader, encoding, val_tokens):
-    """Tokens per byte of the text that validation reads. read() names ids beyond the vocabulary."""
+    """Tokens per byte of the text that validation reads; ids beyond the vocabulary do not count."""
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each token
     for shard in loader.shards:
         tokens = open_shard(shard)[1:1 + val_tokens - counts.sum()]  # targets begin at 1
-        counts += np.bincount(tokens, minlength=len(counts))[:len(counts)]  # known ids
+        counts += np.bincount(tokens, minlength=len(counts))[:len(counts)]
     n_bytes = sum(counts[token] * len(encoding.decode_single_token_bytes(token))
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
@@ -1081,7 +1081,7 @@ def check_same_training(saved, cfg, fingerprint):
         changed.discard("max_steps")
         print0(f"max_steps was {before['max_steps']}, is {cfg.max_steps}: a new lr schedule.")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    if is_of_other_code(saved) and saved["step"] >= cfg.max_steps:  # else old results would be its
+    if is_of_other_code(saved) and saved["step"] >= cfg.max_steps:  # its result is the old code's
         values.append("train_gpt2.py was edited since it finished")
     if values:
         raise UserError(f"The run in {cfg.log_dir}/ is another one: {'; '.join(values)}. Put that "
@@ -1229,7 +1229,7 @@ def print_line(run, step, more=""):  # what was reported of a step
 
 def over_all_processes(run, loss, norm):
     """(Mean loss, norm, whether a signal came to one). Waits for the GPU; norms must be equal."""
-    signal_came = torch.full_like(loss, run.signal_came.is_set())  # filled on the GPU
+    signal_came = torch.full_like(loss, run.signal_came.is_set())  # no copy from the host
     mine = torch.stack((loss, norm, signal_came))
     everyones = [mine.clone() for _ in range(world_size())]
     if world_size() > 1:
@@ -1441,7 +1441,7 @@ def load_weights(name, **constants):
 def check_same_function(ours, hf, end_of_text):  # on the CPU; ValueError if logits differ
     c = ours.config
     idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = end_of_text  # to tell a model edited to look no further
+    idx[0, c.block_size // 2] = end_of_text  # a model edited to mask across texts then differs
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:  # NaN, too
