@@ -15,7 +15,6 @@ resuming means starting at a later step.
 """
 import ast
 import contextlib
-import copy
 import ctypes
 import datetime
 import importlib.util
@@ -477,7 +476,7 @@ class Run:
     tokens_per_byte: float        # of the validation text: turns nats per token into nats per byte
     hellaswag: object             # its questions as rows for the model, or None
     folder: "RunFolder"           # log.txt, checkpoints and the rest of log_dir
-    signal_came: threading.Event  # Ctrl-C or SIGTERM, to this process
+    signal_came: threading.Event = field(default_factory=threading.Event)  # to this process
     stopping: bool = False        # a signal came to any process
     validated_step: int = -1      # the last step that was validated here
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # of the last steps
@@ -725,9 +724,8 @@ def join_processes(device):
                             world_size=world_size(), device_id=gpu,
                             timeout=datetime.timedelta(hours=1))  # rank 0 checks and exports alone
 
-def catch_signals():
-    """An event that Ctrl-C and SIGTERM set. A second Ctrl-C ends at once."""
-    event = threading.Event()
+def catch_signals(event):
+    """From now on, Ctrl-C and SIGTERM set the event. A second Ctrl-C ends at once."""
     alone = "RANK" not in os.environ  # torchrun passes Ctrl-C on, so each process gets it twice
 
     def receive(number, frame):
@@ -739,7 +737,6 @@ def catch_signals():
         print0(f"Stopping after this step and a save.{again}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, receive)
-    return event
 
 # ---- the machine: "auto" takes what is fast here; a GPU that cannot be used is named
 # 2.14 is the last torch with wheels for CUDA 12.6
@@ -779,7 +776,7 @@ def check_gpu(device):
         torch.ones(1, device=device).item()  # fails where torch has no code for this GPU
     except torch.AcceleratorError as e:
         raise UserError(f"torch {torch.__version__} fails on {torch.cuda.get_device_name(device)} "
-                        f"({first_line(e)}): install {OTHER_TORCH}.") from None
+                        f"({first_line(e)}). If it is an old one, install {OTHER_TORCH}.") from None
 
 def keep_freed_memory():
     """Have glibc keep freed memory for the next step; elsewhere (macOS, Windows, musl) nothing.
@@ -1000,7 +997,7 @@ class RunFolder:
             self.drawing = self.thread.submit(draw_curves, self.path)
 
 def open_log(path, step):
-    """log.txt to append to, without lines from `step` on, which come again. Your own notes stay."""
+    """log.txt to append to, without what is from `step` on, which comes again; notes before stay."""
     file = open(path, "ab", buffering=0)  # for tail -f
     kept = 0  # bytes
     for line in path.read_bytes().splitlines(keepends=True):
@@ -1121,9 +1118,10 @@ def set_up(cfg, device):  # what train() works with; raises UserError
         ddp_model=ddp_model, train_loader=train_loader, val_loader=val_loader,
         tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
         hellaswag=hellaswag_questions(cfg, state.eval_model, encoding),
-        folder=folder, signal_came=catch_signals())
+        folder=folder)
     if cfg.minutes and not saved:
         cfg.max_steps = steps_that_fit(run)
+    catch_signals(run.signal_came)
     folder.begin(state.step, continues=bool(saved))
     describe(run, dtype, compiled)
     warn_of_other_loss(run)
@@ -1182,13 +1180,15 @@ def check_parameters(raw_model, optimizers):
 
 def steps_that_fit(run):
     """How many steps fit into cfg.minutes, by the median of twenty, which are taken back again."""
-    cfg, before, seconds = run.cfg, copy.deepcopy(run.state.state_dict()), []
+    print0(f"Taking twenty steps, to see how many fit into {run.cfg.minutes:g} minutes ...")
+    cfg, before, seconds = run.cfg, run.folder.copy_to_host(run.state.state_dict()), []
     for _ in range(20):
         start = time.perf_counter()
         loss, _ = train_step(run)
         loss.item()  # waits for the GPU
         seconds.append(time.perf_counter() - start)
     run.state.load_state_dict(before)
+    run.unsaid.clear()
     seconds = sum_over_ranks(torch.tensor(seconds, device=run.device)) / world_size()  # (20,)
     steps = int(60 * cfg.minutes / seconds.median().item())
     if steps <= cfg.warmup_steps:
@@ -1217,7 +1217,7 @@ def describe(run, dtype, compiled):
 # ---- watching: log.txt is for notebooks, stdout for people
 def report(run, step, stream, value):
     """A line in log.txt, a point in curves.png, and a word on stdout where a line is printed."""
-    if rank() == 0:
+    if rank() == 0 and run.folder.log:  # not in steps_that_fit()
         with contextlib.suppress(OSError):  # a full disk
             run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
     run.unsaid.append(f"{stream} {value:.4f}")
@@ -1385,8 +1385,8 @@ def show_result(run):
     result |= {"steps": state.step, "tokens": rows_before(cfg, state.step) * cfg.T,
                "parameters": sum(p.numel() for p in state.raw_model.parameters())}
     if run.step_seconds:
-        tokens_per_step = result["tokens"] / state.step
-        result["tokens_per_second"] = round(tokens_per_step / statistics.median(run.step_seconds))
+        tokens = result["tokens"] - rows_before(cfg, state.step - 1) * cfg.T  # of the last step
+        result["tokens_per_second"] = round(tokens / statistics.median(run.step_seconds))
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     run.folder.write_run(result)

@@ -82,7 +82,8 @@ def table(rows):
            if freedom else "\nNo row has two seeds: nothing can be said about noise.")
 
 def draw(rows, path):
-    """Validation losses of rows over tokens and over minutes of steps, without step 0."""
+    """Validation losses of rows over tokens and over minutes of steps, without step 0; runs that
+    lack one of these, as those of older code, are left out."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
@@ -91,9 +92,13 @@ def draw(rows, path):
         for folder, result in runs:
             streams = t.read_streams(folder)
             minutes = dict(streams["minutes"])
-            million = result["tokens"] / result["steps"] / 1e6  # tokens in a step
-            curves.append(np.transpose([(step * million, minutes.get(step, 0.0), loss)
-                                        for step, loss in streams["val"] if step > 0]))
+            million = result["tokens"] / max(1, result["steps"]) / 1e6  # tokens in a step
+            points = [(step * million, minutes[step], loss)
+                      for step, loss in streams["val"] if minutes.get(step)]
+            if points:
+                curves.append(np.transpose(points))
+        if not curves:
+            continue
         n = min(len(losses) for *_, losses in curves)
         mean = np.mean([[values[:n] for values in curve] for curve in curves], axis=0)
         for i, axis in enumerate(axes):

@@ -51,7 +51,7 @@ def gain_of_queries(attention, config):
     attention.q_gain = torch.nn.Parameter(torch.ones(config.n_embd))
 
 def mask_as_buffer(attention, config):
-    """-inf where a token may not look, as in many a GPT; a save refuses such weights."""
+    """-inf where a token may not look, as in many a GPT."""
     attention.register_buffer("mask", torch.full((config.block_size,) * 2, -math.inf).triu(1))
 
 def low_rank(attention, config):

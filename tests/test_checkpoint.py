@@ -130,8 +130,8 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     assert calls == ["saving.result", "log.fileno", "fsync", "copy", "thread.submit"]
 
 def test_a_checkpoint_is_verified_before_it_has_its_name(tmp_path, capsys):
-    """Or the good ones before it go, and one that cannot be read stays. The thread that saves starts
-    no threads of OpenMP, which would slow training."""
+    """Or the good ones before it go, and one that cannot be read stays. The thread that saves
+    starts no threads of OpenMP, which would slow training."""
     for step in (5, 8, 10):
         (tmp_path / f"checkpoint_{step:05d}.pt").touch()
     before, folder = names(tmp_path), t.RunFolder(t.Config(log_dir=str(tmp_path)), "data")
@@ -305,14 +305,17 @@ def clock(arrange, *seconds):
 def test_minutes_are_steps_that_leave_no_trace(place, reference):
     """The steps that were timed would count twice, or each start of a run make it another one."""
     words = dict(minutes=STEPS * 0.5 / 60, max_steps=7)
-    run = Forked(place / "minutes", arrange={clock: 0.5, "signal_at": (signal.SIGTERM, 12)}, **words)
-    succeed(run)
+    stop = {"signal_at": (signal.SIGTERM, 22)}
+    run = succeed(Forked(place / "minutes", arrange={clock: 0.5} | stop, **words))
+    stopped = load(run.log_dir / "checkpoint_00023.pt")["numbers"]
+    assert stopped == {"step": 23, "minutes": pytest.approx(22 * 0.5 / 60)}  # without the first
     assert f"{STEPS} steps fit into 0.25 minutes; the same again: --max_steps={STEPS}\n" in run.out
     succeed(Forked(run.log_dir, arrange={clock: 99.0}, **words))
     assert_same_run(run.log_dir, reference)
     times = [value for _, value in t.read_streams(run.log_dir)["minutes"]]
     assert times[0] == 0 and times == sorted(times) and len(set(times)) == len(times)
     assert t.read_run(run.log_dir)["result"]["minutes"] == times[-1]
+    assert times[-1] == pytest.approx((22 * 0.5 + 6 * 99) / 60, abs=1e-5)
     other = Forked(run.log_dir, **words | dict(minutes=2))
     assert other.wait() == 1 and one_line(other.err, "minutes was 0.25, is 2.0")
     succeed(Forked(run.log_dir, max_steps=STEPS + 1))  # on it goes

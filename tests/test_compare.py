@@ -8,8 +8,8 @@ import pytest
 def write_run(folder, val, code=1, **constants):
     """A finished run's folder; val None: an unfinished one's."""
     folder.mkdir()
-    result = val and {"val": val, "bits_per_byte": 2 * val, "steps": 20, "tokens": 4000,
-                      "parameters": 7}
+    result = val and {"val": val, "bits_per_byte": 2 * val, "parameters": 7, "tokens": 4000,
+                      "steps": constants.get("max_steps", 20)}
     constants = {"seed": int(folder.name[-1]), "log_dir": str(folder), "max_lr": 0.1} | constants
     (folder / "run.json").write_text(json.dumps({
         "constants": constants, "data": "a text", "starts": [{"code": code}], "result": result}))
@@ -42,12 +42,13 @@ def test_a_row_is_what_differs_in_the_seed_alone_and_noise_is_pooled(tmp_path, c
     allowed = 2.78 * spread * math.sqrt(1 + 1 / 3)
     assert c == (f"| 1.0000 | 2.0000 | - | 1 | +1.1000 +- {allowed:.4f}: ahead | 20 | 7 | c1: "
                  "max_lr=0.2 |")
-    assert "| 2 |" in g and g.endswith("| g1: minutes=5.0 |")  # as many as fitted
+    assert "| 2 |" in g and g.endswith("| 11 | 7 | g1: minutes=5.0 |")  # as many as fitted
     if compare.importlib.util.find_spec("matplotlib"):
         assert (tmp_path / "compare.png").stat().st_size > 10_000
-    monkeypatch.setattr("sys.argv", ["compare.py", "c1", "b1"])
+    write_run(tmp_path / "h1", 5.0, max_steps=0)  # only evaluated
+    monkeypatch.setattr("sys.argv", ["compare.py", "c1", "b1", "h1"])
     compare.main()
-    first, last, _, noise = capsys.readouterr().out.splitlines()[2:]
+    first, last, _, _, noise = capsys.readouterr().out.splitlines()[2:]
     assert "| -1.1100: ? |" in last and noise.startswith("No row has two seeds: nothing")
     monkeypatch.setattr("sys.argv", ["compare.py", "x*"])
     with pytest.raises(SystemExit, match=r"no finished run in x\*"):

@@ -154,7 +154,7 @@ def test_only_the_newest_drawing_waits(tmp_path, monkeypatch):
     draw_curves.assert_called_once_with(tmp_path)
 
 def test_what_stays_in_a_log(tmp_path, monkeypatch):
-    """Steps that come again go, and half a line; comments stay."""
+    """Steps that come again go, and half a line; comments before them stay."""
     path, kept = tmp_path / "log.txt", b"# tried on Monday\n\n0 val 9.5\n# the cat\n11 train 1.0\n"
     for rest in (b"12 train 1.0\n# no\n", b"13 val nan\n", b"12 my gate -1.0\n", b"11 tra", b"1",
                  b"# half", b""):

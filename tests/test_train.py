@@ -246,7 +246,8 @@ MISTAKES = {  # name: (constants that differ, what the line must hold)
     "unknown choice": (dict(optimizer="sgd"), ["optimizer=sgd", "'adamw', 'muon'"]),
     "no such device": (dict(device="cuda:99", env={"CUDA_VISIBLE_DEVICES": ""}),
                        ["device=cuda:99", "no GPU"]),
-    "no such weights": (dict(init_from="nowhere/or/other"), ["nowhere/or/other is no .pt", "Hugging Face"]),
+    "no such weights": (dict(init_from="nowhere/or/other"),
+                        ["nowhere/or/other is no .pt", "Hugging Face"]),
     "no vocabulary": (dict(encoding="gpt2", env={
         "TIKTOKEN_CACHE_DIR": "none", "https_proxy": "http://127.0.0.1:9"}), ["--encoding=bytes"])}
 LATER = {  # while training
