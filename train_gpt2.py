@@ -997,7 +997,7 @@ class RunFolder:
             self.drawing = self.thread.submit(draw_curves, self.path)
 
 def open_log(path, step):
-    """log.txt to append to, without what is from `step` on, which comes again; notes before stay."""
+    """log.txt to append to, without what is from `step` on, and comes again; notes before stay."""
     file = open(path, "ab", buffering=0)  # for tail -f
     kept = 0  # bytes
     for line in path.read_bytes().splitlines(keepends=True):
