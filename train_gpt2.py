@@ -116,7 +116,7 @@ SMALL = dict(
 
 # For a text file and given weights (init_from), which decide the model's constants and the encoding
 FINETUNE = dict(
-    max_lr=0.1,  # choose_settings() divides it by n_embd (Yang et al. 2022): 1.3e-4 for gpt2
+    max_lr=0.1,  # / n_embd, as Adam's best falls with the width (Yang et al. 2022): 1.3e-4 for gpt2
     T=1024,      # at most: it takes the largest power of two that fits the weights' context
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
@@ -551,7 +551,8 @@ def step_optimizers(state, cfg, counted_share):
     clip = (longest / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, clip / counted_share)  # in few kernels
     for optimizer in state.optimizers:
-        if not state.scaler.is_enabled() or norm.isfinite():  # scaler.step() skips one, not all
+        # scaler.step() would skip only the optimizer whose own gradients overflowed: skip all
+        if not state.scaler.is_enabled() or norm.isfinite():
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
@@ -856,7 +857,7 @@ def check_encoding_of_shards(cfg):  # those of other scripts have no manifest
     if manifest.exists():
         made_with = json.loads(manifest.read_bytes())["settings"]["encoding"]
     if made_with != cfg.encoding:
-        raise UserError(f"The shards in {cfg.data}/ have encoding={made_with}, not {cfg.encoding}.")
+        raise UserError(f"Shards in {cfg.data}/ need --encoding={made_with}, not {cfg.encoding}.")
 
 def fingerprint_of(loader):
     """What tells corpora apart: of a text its ids, of shards the first and last."""
@@ -892,7 +893,7 @@ class RunFolder:
         self.starts, self.log = [], None             # for run.json; log.txt: begin() fills both
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.saving, self.drawing = None, None       # the last save, the last picture
-        self.saved_step = -1                         # the step that needs no save
+        self.saved_step, self.failure = -1, ""       # the step that needs no save; why one failed
         self.host_copies = {}                        # tensors of the last save
         if rank() == 0:
             self.lock = lock_folder(self.path)       # held as long as something refers to it
@@ -973,7 +974,8 @@ class RunFolder:
         except (OSError, RuntimeError, UserError) as e:
             while e.__context__:  # torch.save's RuntimeErrors hide an OSError
                 e = e.__context__
-            print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. What was saved is still there.")
+            self.failure = first_line(e)
+            print0(f"!!! NOT SAVED at step {step}: {self.failure}. What was saved is still there.")
             return
         self.saved_step, seconds = step, time.perf_counter() - start
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
@@ -997,11 +999,11 @@ class RunFolder:
             self.drawing = self.thread.submit(draw_curves, self.path)
 
 def open_log(path, step):
-    """log.txt to append to, without what is from `step` on, and comes again; notes before stay."""
+    """log.txt to append to, without the lines from `step` on, as these steps come again."""
     file = open(path, "ab", buffering=0)  # for tail -f
     kept = 0  # bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # None for a note
+        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # None: a note of yours
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
         kept += len(line)
@@ -1089,9 +1091,8 @@ def set_up(cfg, device):  # what train() works with; raises UserError
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     if cfg.epochs:
-        rows = cfg.epochs * train_loader.rows_per_epoch
         cfg.max_steps = 1
-        while rows_before(cfg, cfg.max_steps) < rows:
+        while rows_before(cfg, cfg.max_steps) < cfg.epochs * train_loader.rows_per_epoch:
             cfg.max_steps += 1
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
@@ -1331,11 +1332,9 @@ def print_sample(run):
 
 def sample_only(cfg, device):
     """--sample=N: print N samples of the weights in log_dir, or of init_from's."""
-    name = cfg.init_from
-    if name == "scratch":
-        name = best_checkpoint(cfg.log_dir)
-        if name is None:
-            raise UserError(f"log_dir={cfg.log_dir} holds no weights: train, or take --init_from.")
+    name = best_checkpoint(cfg.log_dir) if cfg.init_from == "scratch" else cfg.init_from
+    if name is None:
+        raise UserError(f"log_dir={cfg.log_dir} holds no weights: train, or take --init_from.")
     model, encoding = load_weights(str(name), **model_constants(cfg))
     encoding = encoding or get_encoding(cfg.encoding)
     print0(f"Samples of {name}:")
@@ -1362,8 +1361,8 @@ def finish(run):
         print_line(run, step)
     run.folder.save(run.state)
     if rank() == 0 and not run.folder.wait_until_saved(step):
-        raise UserError(f"Step {step} is not saved, as said above: make room, and the same command "
-                        "continues.")
+        raise UserError(f"Step {step} is not saved ({run.folder.failure}): make room, and the same "
+                        "command continues.")
     if run.stopping:
         print0(f"Stopped by a signal after {step} steps; the same command continues there.")
     elif rank() == 0:
@@ -1371,7 +1370,8 @@ def finish(run):
         if left_early:
             print0(f"Left after {step} of {cfg.max_steps} steps; the same command continues there.")
         elif cfg.max_steps:
-            print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}")
+            print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
+                   "To train on: a larger --max_steps.")
         show_result(run)
 
 def show_result(run):
@@ -1465,8 +1465,8 @@ def load_hugging_face(name):
             target[key][:len(weight)] = weight  # written into raw_model; its embedding is longer
         check_same_function(raw_model, hf, end_of_text=c.vocab_size - 1)
     except Exception as e:  # files and networks may raise anything
-        raise UserError(f"{name} is no .pt file and no run's folder, and cannot be loaded as a "
-                        f"GPT-2 of Hugging Face, as gpt2 is ({first_line(e)}).") from None
+        raise UserError(f"init_from={name} is no .pt file, no run's folder, and cannot be loaded as "
+                        f"a GPT-2 of Hugging Face, as gpt2 is ({first_line(e)}).") from None
     return raw_model
 
 def save_hugging_face(raw_model, folder, encoding=None):

@@ -289,7 +289,7 @@ def test_disk_full_to_the_end(place, reference):
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
     run.go_on()
     assert run.wait() == 1
-    one_line(run.err, f"Step {STEPS} is not saved")
+    one_line(run.err, f"Step {STEPS} is not saved", "too large")
     assert re.search("!!! NOT SAVED at step 15: .*too large.*   29/30 train", run.out, re.S)
     assert names(run.log_dir) == ["checkpoint_00005.pt", "checkpoint_00010.pt"]
     assert_all_whole(run.log_dir)

@@ -164,7 +164,7 @@ def test_shards_are_of_the_encoding_that_their_manifest_names(tmp_path):
         np.save(tmp_path / f"x_{part}_000000.npy", np.arange(70_000, 71_000, dtype=np.uint32))
     (tmp_path / "manifest.json").write_text('{"settings": {"encoding": "cl100k_base"}}')
     cfg, encoding = t.Config(data=str(tmp_path), T=T), mock.Mock(n_vocab=100_277)
-    with pytest.raises(t.UserError, match="have encoding=cl100k_base, not gpt2"):
+    with pytest.raises(t.UserError, match="need --encoding=cl100k_base, not gpt2"):
         t.open_data(cfg, encoding)
     cfg.encoding = "cl100k_base"
     assert t.open_data(cfg, encoding)[0].read(0, 1).min() >= 70_000

@@ -230,7 +230,7 @@ BAD_NAMES = {  # name: (what differs, what the line must hold)
     "damaged .pt": (dict(init_from="bad.pt"), ["train_gpt2.py: bad.pt cannot be read", "zip"]),
     "unreachable hub": (dict(init_from="gpt2-medium"), ["gpt2-medium is no", "connect to"]),
     "neither here nor there": (dict(init_from="gtp2"),
-                               ["gtp2 is no .pt file and no run", "Hugging Face"]),
+                               ["gtp2 is no .pt file, no run", "Hugging Face"]),
     "nothing to sample": (dict(sample=1), ["log_dir=bad holds no weights", "--init_from"])}
 
 @pytest.mark.parametrize("name", BAD_NAMES)
