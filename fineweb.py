@@ -176,15 +176,15 @@ def make_config(cls, values):
     for name in [*vars(cls), *values]:  # a constant without a type is no field, and has no flag
         if not name.startswith("_") and name not in cls.__annotations__:
             raise UserError(f"{name} is mistyped, or lacks a type in Config ({name}: int = 1).")
-    cfg = cls(**values)
+    values = {field.name: field.default for field in dataclasses.fields(cls)} | values
     must_be = {bool: "True or False", int: "a whole number >= 0", float: "a finite number >= 0"}
     for name, kind in cls.__annotations__.items():
-        value = getattr(cfg, name)
+        value = values[name]
         try:
-            setattr(cfg, name, typed(value, kind))
+            values[name] = typed(value, kind)
         except (KeyError, TypeError, ValueError):
             raise UserError(f"{name}={value}: it must be {must_be.get(kind, kind)}.") from None
-    return cfg
+    return cls(**values)
 
 def typed(value, kind):
     """`value`, perhaps a text as 1e3, as one of `kind`; KeyError or ValueError if it is none."""
@@ -197,7 +197,7 @@ def typed(value, kind):
         return kind(number)
     if kind is str:
         return str(value)
-    return {choice: choice for choice in get_args(kind)}[str(value)]  # a Literal; or KeyError
+    return {str(choice): choice for choice in get_args(kind)}[str(value)]  # a Literal; or KeyError
 
 # ----------------------------------------------------------------------------------- documents
 def find_files(source, remote_name):

@@ -1,17 +1,22 @@
-"""GPT-2 in one file: the model, its data, its training, on a CPU or many GPUs.
+"""Train GPT-2 from scratch, in one file, on a CPU or on many GPUs.
 
-    python train_gpt2.py               # no shards yet: a small GPT, Shakespeare
-    python fineweb.py                  # FineWeb-Edu -> edu_fineweb10B/*.npy
+    python train_gpt2.py     # without shards: a small GPT learns Shakespeare
+    python fineweb.py        # tokenize FineWeb-Edu into edu_fineweb10B/*.npy
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
-    tail -f log/log.txt                # <step> train|val|hella|minutes <value>
+    tail -f log/log.txt      # lines of the form "<step> <stream> <value>"
 
-Edit the constants in Config (in SMALL for a text file, in FINETUNE for a text
-and given weights), or give any of them as a flag (--max_lr=1e-3).
-Ctrl-C saves and stops; the same command continues.
+To change a setting, edit the constants in Config, or give a flag
+(--max_lr=1e-3). Training on a text file uses the constants in SMALL, and
+fine-tuning those in FINETUNE. Ctrl-C saves the run and stops it. The same
+command continues it.
 
-One idea makes the rest simple: the data of a step is a pure function of
-(seed, step). So B and the number of GPUs decide speed and memory only, and
-resuming means starting at a later step.
+One idea keeps the script simple: the data of a step is a pure function of
+(seed, step). It follows that B and the number of GPUs affect speed and memory
+only, and that a run is resumed by starting at a later step.
+
+Part one, up to the end of train(), is what you read and change. Part two is
+what long runs on real machines need. A comment "For edits:" marks code that
+has no effect in this file as it stands, but keeps an edited copy correct.
 """
 import ast
 import contextlib
@@ -34,14 +39,14 @@ import zipfile
 import zlib
 from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
-# How long a waiting thread of OpenMP holds a core that others need; read when torch is loaded.
-# A step of the quick start in ms, with this line and without it: alone 44 and 44, beside two busy
-# processes 166 and 739 to 873 (tests/measured/step_cpu.txt).
+# Limit how long an idle OpenMP thread spins before it yields its core. This must be set before
+# torch is imported. Beside two busy processes a quick-start step takes 166 ms with this limit and
+# 739 to 873 ms without it. On an idle machine it makes no difference (tests/measured/step_cpu.txt).
 os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
 
 import numpy as np  # noqa: E402
@@ -53,71 +58,71 @@ from torch.nn import functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
+# Besides tokenizing FineWeb-Edu, fineweb.py holds what all three scripts share
 from fineweb import (  # noqa: E402
     UserError, encoding_parts, first_line, get_encoding, hugging_face_tokenizer, lock_folder,
     make_config, parse_flags, remove_parts, token_dtype, write_whole)
 
-# ---- constants
-@dataclass
+# ---- Constants. --help prints the comments behind them
+@dataclass(frozen=True)
 class Config:
     """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
-    encoding: str = "gpt2"          # any of tiktoken's; or bytes, which needs no download
-    shuffle: bool = True            # shards, and rows in a shard, in a new order each epoch
+    encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
+    shuffle: bool = True            # visit shards, and rows within a shard, in random order
     seed: int = 1337                # decides initial weights, data order and samples
-    # the batch: total_batch_size decides the training, B only memory and speed
+    # The batch: total_batch_size affects the training, B only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass of a process, at most
-    T: int = 1024                   # tokens per row, the context
-    # the model: 124M is 12/12/768, 350M 24/16/1024, 774M 36/20/1280, 1.5B 48/25/1600
-    n_layer: int = 12               # blocks
+    B: int = 64                     # largest number of rows per forward pass of a process
+    T: int = 1024                   # tokens per row (the context length)
+    # The model: 124M is 12/12/768, 350M 24/16/1024, 774M 36/20/1280, 1.5B 48/25/1600
+    n_layer: int = 12               # number of blocks
     n_head: int = 12                # attention heads per block
-    n_embd: int = 768               # width, a multiple of n_head
-    dropout: float = 0.0            # share of activations set to 0 in training; GPT-2 had 0.1
-    init_from: str = "scratch"      # or gpt2 ... gpt2-xl, a Hugging Face or run folder, a .pt
-    # the optimizer: for these sizes GPT-3 used max_lr 6e-4, 3e-4, 2.5e-4, 2e-4
-    optimizer: Literal["adamw", "muon"] = "adamw"  # Muon: for the matrices in the blocks
-    max_lr: float = 6e-4            # learning rate after warmup
+    n_embd: int = 768               # width of the model, a multiple of n_head
+    dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 had 0.1
+    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a Hugging Face or run folder, a .pt
+    # The optimizer: for these four sizes GPT-3 used a max_lr of 6e-4, 3e-4, 2.5e-4 and 2e-4
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
+    max_lr: float = 6e-4            # learning rate after warmup (FINETUNE: 0.1 / n_embd)
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
-    lr_shape: Literal["cosine", "linear"] = "cosine"  # of the way to min_lr
-    warmup_steps: int = 715         # steps of linear warmup; 375 M tokens, as in GPT-3
-    max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = evaluate, sample
-    epochs: float = 0.0             # passes over the data; above 0 they decide max_steps
-    minutes: float = 0.0            # of training steps; above 0 they decide max_steps
-    weight_decay: float = 0.1       # of matrices and embeddings, not of biases and gains
+    lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
+    warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
+    max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
+    epochs: float = 0.0             # passes over the data; if above 0, they decide max_steps
+    minutes: float = 0.0            # minutes of training; if above 0, they decide max_steps
+    weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # largest norm of the gradient; 0 = no clipping
-    # monitoring; 0 = never
+    # Monitoring; 0 = never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations
-    val_tokens: int = 10485760      # tokens a validation reads, always the same ones
-    hellaswag_every: int = 250      # steps between scores
-    sample_every: int = 1000        # steps between samples, for which all other GPUs wait
-    sample_prompt: str = "Hello, I'm a language model,"  # how samples begin
-    sample_tokens: int = 64         # tokens that they add
-    temperature: float = 1.0        # higher is more random, 0 takes the likeliest
-    top_k: int = 50                 # draw from the k likeliest tokens; 0 = from all
-    sample: int = 0                 # print so many samples, and do not train
-    log_dir: str = "log"            # the run: log, checkpoints, curves, export
-    save_every: int = 250           # steps between checkpoints; the newest two and the best stay
-    keep_every: int = 5000          # steps between checkpoints that stay for good
-    # the machine
-    device: str = "auto"            # CUDA, else MPS, else CPU; or cuda:1, mps, cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix products
-    compile: Literal["auto", "True", "False"] = "auto"  # torch.compile on CUDA
+    val_tokens: int = 10485760      # tokens that a validation reads, always the same ones
+    hellaswag_every: int = 250      # steps between HellaSwag scores
+    sample_every: int = 1000        # steps between samples; other GPUs wait meanwhile
+    sample_prompt: str = "Hello, I'm a language model,"  # text that samples continue
+    sample_tokens: int = 64         # number of tokens in a sample, without the prompt
+    temperature: float = 1.0        # higher is more random, 0 takes the most likely token
+    top_k: int = 50                 # sample from the k most likely tokens; 0 = from all
+    sample: int = 0                 # print this many samples instead of training
+    log_dir: str = "log"            # folder of the run: log, checkpoints, curves, export
+    save_every: int = 250           # steps between checkpoints (two newest and best are kept)
+    keep_every: int = 5000          # steps between checkpoints that are never deleted
+    # The machine
+    device: str = "auto"            # auto (CUDA, else MPS, else CPU), cuda, cuda:1, mps or cpu
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # type in matrix products
+    compile: Literal["auto", True, False] = "auto"  # use torch.compile; auto: on CUDA only
 
-# For a text file: a small GPT on bytes, for two CPU cores
+# For training on a text file: a small GPT on bytes, made for two CPU cores
 SMALL = dict(
     encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3, n_head=4, n_embd=128,
     optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
     warmup_steps=20, max_steps=1600, weight_decay=0.2, print_every=10, eval_every=400,
     val_tokens=131072, hellaswag_every=0, sample_every=800, sample_prompt="\n\n",
-    sample_tokens=300, log_dir="log_small", compile="False")
+    sample_tokens=300, log_dir="log_small", compile=False)
 
-# For a text file and given weights (init_from), which decide the model's constants and the encoding
+# For fine-tuning given weights (init_from) on a text file. The weights decide the model's shape
+# and the encoding; max_lr and T follow from the shape (see finetune_preset)
 FINETUNE = dict(
-    max_lr=0.1,  # / n_embd, as Adam's best falls with the width (Yang et al. 2022): 1.3e-4 for gpt2
-    T=1024,      # at most: it takes the largest power of two that fits the weights' context
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
     sample_tokens=100, save_every=10, keep_every=0, log_dir="log_finetune")
@@ -125,33 +130,52 @@ FINETUNE = dict(
 # ---- GPT-2
 @dataclass
 class GPTConfig:
-    """What a GPT is made of. Constants that Config has, too, get their values from there."""
+    """The constants of a model. Those that Config has, too, get their values from there."""
     block_size: int = 1024   # longest context, in tokens
-    vocab_size: int = 50304  # rows of the embedding: n_vocab padded, for speed
+    vocab_size: int = 50304  # rows of the embedding: n_vocab padded to a multiple of 128
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_vocab: int = 50257     # ids in use; the padding is never predicted
-    dropout: float = 0.0     # on in train_step() only
+    n_vocab: int = 50257     # number of token ids; ids of the padding are never predicted
+    dropout: float = 0.0     # applied in train_step() only
 
-def undrawn(layer):
-    """The layer with a bias of 0, and weights of NaN, which GPT.init_weights() will draw: the seed
-    of a draw is the parameter's full name, which exists only when the whole GPT is built. Weights
-    that you set yourself are not NaN, and stay."""
-    nn.init.constant_(layer.weight, math.nan)
+    @property
+    def residual_std(self):
+        """Initial std of the 2 * n_layer projections that add to the residual stream.
+
+        It is smaller than elsewhere, so that the variance of the stream does not grow with the
+        number of layers (Radford et al. 2019, section 2.3).
+        """
+        return 0.02 / math.sqrt(2 * self.n_layer)
+
+def padded(n_vocab):
+    """Return n_vocab rounded up to a multiple of 128, since GPUs multiply such sizes faster."""
+    return math.ceil(n_vocab / 128) * 128
+
+PLACEHOLDER = 2.0**17  # no real weight is this large
+
+def draw_later(layer, std=0.02):
+    """Give a layer a bias of 0 and a weight that GPT.init_weights() will draw from Normal(0, std).
+
+    The draw has to wait because it depends on the parameter's full name, which exists only when
+    the whole GPT has been built. Until then the weight holds PLACEHOLDER. A layer that sets its own
+    weights does not need this function. Change a drawn weight at the end of GPT.__init__.
+    """
+    nn.init.constant_(layer.weight, PLACEHOLDER)
+    layer.weight.init_std = std  # init_weights() draws the parameters that have this attribute
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
 
-Norm = nn.LayerNorm  # all norms of the model: for another kind, edit this line
+Norm = nn.LayerNorm  # the class of all norms in the model: edit this line to try another
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention in which a token attends to itself and to earlier tokens."""
+    """Multi-head attention in which each token attends to itself and to earlier tokens."""
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        self.c_attn = undrawn(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
-        self.c_proj = undrawn(nn.Linear(config.n_embd, config.n_embd))
+        self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
+        self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
         self.dropout = config.dropout
 
     def forward(self, x):
@@ -163,12 +187,12 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # concatenate the heads
 
 class MLP(nn.Module):
-    """What a token computes by itself: four times as wide, a GELU, and back."""
+    """The part of a block that treats each token by itself: widen fourfold, GELU, narrow."""
     def __init__(self, config):
         super().__init__()
-        self.c_fc = undrawn(nn.Linear(config.n_embd, 4 * config.n_embd))
+        self.c_fc = draw_later(nn.Linear(config.n_embd, 4 * config.n_embd))
         self.gelu = nn.GELU(approximate="tanh")  # the approximation that GPT-2 was trained with
-        self.c_proj = undrawn(nn.Linear(4 * config.n_embd, config.n_embd))
+        self.c_proj = draw_later(nn.Linear(4 * config.n_embd, config.n_embd), config.residual_std)
 
     def forward(self, x):
         return self.c_proj(self.gelu(self.c_fc(x)))
@@ -188,86 +212,78 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019, section 2.3), its parameters named as in OpenAI's weights."""
+    """GPT-2 (Radford et al. 2019, section 2.3). Parameters are named as in OpenAI's weights."""
     def __init__(self, config):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict(dict(
-            wte=undrawn(nn.Embedding(config.vocab_size, config.n_embd)),
-            wpe=undrawn(nn.Embedding(config.block_size, config.n_embd)),
+            wte=draw_later(nn.Embedding(config.vocab_size, config.n_embd)),
+            wpe=draw_later(nn.Embedding(config.block_size, config.n_embd)),
             h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             ln_f=Norm(config.n_embd)))
         self.dropout = nn.Dropout(config.dropout)
-        self.lm_head = undrawn(nn.Linear(config.n_embd, config.vocab_size, bias=False))
-        # The input embedding is also the output matrix: similar tokens are similar in both
-        # roles, and 39 M parameters are saved (Press and Wolf 2017)
+        self.lm_head = draw_later(nn.Linear(config.n_embd, config.vocab_size, bias=False))
+        # The input embedding is also the output matrix: tokens with similar meanings are similar
+        # in both roles, and 39 M parameters are saved (Press and Wolf 2017)
         self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
-        self.eval()  # dropout is on in train_step() only
+        self.eval()  # the model is in training mode in train_step() only
 
     @torch.no_grad()
     def init_weights(self):
-        """Draw the weights that are NaN from Normal(0, 0.02).
+        """Draw the weights that draw_later() marked.
 
-        The 2 * n_layer projections that add to x have their std divided by that number's root,
-        so that the variance does not grow with depth (GPT-2, section 2.3). A draw follows from
-        torch's seed and the parameter's name: an added layer leaves the others' draws alone.
+        Each draw is a function of torch's seed and the parameter's name. A layer that you add does
+        not change the initial weights of the others.
         """
-        residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
-        for name, p in self.named_parameters():  # lm_head.weight comes as transformer.wte.weight
-            std = residual_std if name.endswith("c_proj.weight") else 0.02
-            generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
-            draw = torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator)
-            p.copy_(torch.where(p.isnan(), draw.to(p.device), p))
-        # No token and no gradient ever reaches the padding: it stays at 0
+        for name, p in self.named_parameters():  # lists lm_head.weight as transformer.wte.weight
+            if hasattr(p, "init_std"):
+                generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
+                draw = torch.empty(p.shape, device="cpu").normal_(std=p.init_std,
+                                                                  generator=generator)
+                p.copy_(torch.where(p == PLACEHOLDER, draw.to(p.device), p))
+        # The rows of the padding get no gradient: they stay at 0
         self.transformer.wte.weight[self.config.n_vocab:] = 0
 
-    @classmethod
-    def from_pretrained(cls, name):
-        """The GPT of gpt2 ... gpt2-xl, a Hugging Face or run folder, or a .pt file."""
-        return load_weights(str(name))[0]
+    def forward(self, idx, targets=None, return_logits=True):
+        """Return the logits (B, T, n_vocab) of token ids idx (B, T), and the loss.
 
-    def hidden(self, idx):
-        """Final hidden states (B, T, C) of token ids idx (B, T)."""
+        The loss is the mean cross-entropy in nats per token of targets (B, T), or None without
+        targets. Targets of -100 are ignored. Validation uses this loss, too: put a term that only
+        training should minimize (for example a z-loss) under `if self.training`.
+
+        With return_logits=False the logits are None. A training step asks for that because
+        torch.compile would otherwise allocate a gradient for the unused logits, 13 GB at B=64.
+        """
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))  # else float32, twice the bytes
+        if torch.is_autocast_enabled(x.device.type):  # embeddings are float32: halve the traffic
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.dropout(x)
         for block in self.transformer.h:
             x = block(x)
-        return self.transformer.ln_f(x)
-
-    def to_logits(self, x):
-        """Logits (..., n_vocab) of hidden states (..., C): for loss, samples and scores."""
-        # Multiply with the padding, as GPUs are slow on 50,257 columns, then drop it
-        return self.lm_head(x)[..., :self.config.n_vocab].float()
-
-    def forward(self, idx, targets=None, return_logits=True):
-        """Logits (B, T, n_vocab) of idx (B, T), and the mean loss in nats of targets (B, T).
-
-        Targets of -100 do not count. Validation has this loss, too: put a term that only training
-        minimises, as a z-loss, under `if self.training`. return_logits=False saves a compiled model
-        13 GB at B=64: its backward pass makes a gradient, of zeros, for each output not used.
-        """
-        logits = self.to_logits(self.hidden(idx))  # (B, T, n_vocab)
+        x = self.transformer.ln_f(x)
+        # Multiply with the padded matrix, since GPUs are slow with 50,257 columns, then drop the
+        # padding
+        logits = self.lm_head(x)[..., :self.config.n_vocab].float()  # (B, T, n_vocab)
         loss = None
         if targets is not None:
             total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            loss = total / (targets >= 0).sum().clamp(min=1)  # 0 where no target counts
+            loss = total / (targets >= 0).sum().clamp(min=1)  # 0 if all targets are ignored
         return (logits if return_logits else None), loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Continue idx (B, T) by sampled tokens. Returns (B, T + max_new_tokens).
+        """Continue idx (B, T) with sampled tokens. Return (B, T + max_new_tokens).
 
-        temperature 0 takes the likeliest token; top_k=k draws from the k likeliest.
+        Temperature 0 takes the most likely token. top_k=k samples from the k most likely ones.
         """
         if temperature == 0:
             temperature, top_k = 1.0, 1
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            logits = self.to_logits(self.hidden(context)[:, -1])  # (B, n_vocab)
+            with torch.compiler.set_stance("force_eager"):  # else each length would be compiled
+                logits = self(context)[0][:, -1]  # (B, n_vocab)
             if top_k:
                 kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth_best, -math.inf)
@@ -276,28 +292,64 @@ class GPT(nn.Module):
             idx = torch.cat((idx, token), dim=1)
         return idx
 
-# ---- data
-class DataLoaderLite:
-    """Rows of T tokens out of shards. Which row has which number depends on the seed alone.
+    @classmethod
+    def from_pretrained(cls, source, **constants):
+        """Return the GPT in `source`.
 
-    Row i of a shard is its tokens i * T ... (i + 1) * T: T inputs, and the last target, with
-    which the next row begins. Row numbers go on for ever: an epoch visits each row once, in file
-    order or in one drawn from (seed, epoch). With recut, a later epoch cuts its rows elsewhere.
+        source: gpt2 ... gpt2-xl, a folder of Hugging Face or of a run, a .pt file, or Weights.
+
+        constants: values for the constants of GPTConfig that the weights do not decide, for example
+        dropout. Parameters that the weights lack begin as the code has them. Raises UserError.
+        """
+        weights = source if isinstance(source, Weights) else read_weights(str(source))
+        model = cls(model_config(weights, constants))
+        load_tensors(model, weights)
+        return model
+
+def build_model(cfg, encoding, weights=None):
+    """Return the GPT to train, new or with given weights. Continued runs call this function, too.
+
+    To freeze parameters, set requires_grad=False before the return. A teacher belongs here as well:
+    keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its parameters do not
+    become parameters of the model, and move it with .to(idx.device) where you use it.
+    """
+    torch.manual_seed(cfg.seed)  # from which init_weights() draws
+    if weights is None:
+        model = GPT(GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
+                              n_vocab=encoding.n_vocab, **model_constants(cfg)))
+    else:
+        model = GPT.from_pretrained(weights, **model_constants(cfg))
+    return model
+
+def model_constants(cfg):
+    """Return the constants that Config and GPTConfig share, with their values in cfg."""
+    return {name: value for name, value in asdict(cfg).items() if name in asdict(GPTConfig())}
+
+# ---- Data
+class DataLoaderLite:
+    """Rows of T + 1 tokens from shards, numbered without end.
+
+    Row i of a shard begins at its token i * T. The model reads the first T tokens of a row and
+    predicts the last T, so the last token of a row is also the first token of the next one. An
+    epoch visits each row once, in file order or in an order drawn from (seed, epoch).
+
+    shards: paths of .npy files, or arrays of token ids (N,). Ids of n_vocab or more are refused.
+    recut: cut later epochs at other places than the first (see locate).
     """
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
-        """shards: paths of .npy files, or arrays of token ids (N,)."""
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
         self.seed, self.shuffle, self.recut = seed, shuffle, recut
         self.lengths = [len(open_shard(shard)) for shard in shards]
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
-        self.open_number, self.tokens = None, None  # index and tokens of the open shard
+        self.open_number, self.tokens = None, None  # the shard that was read last
 
     def locate(self, row):
-        """The number of the shard that a row is in, and the token at which it begins there.
+        """Return the number of the shard that holds a row, and the token at which the row begins.
 
-        Say there are shards of 3, 5 and 4 rows, T is 10, and this epoch visits shards 2, 0, 1:
-        row 5 is the second of shard 0. With its rows in the order 1, 2, 0, that is its row 2.
+        Example: the shards have 3, 5 and 4 rows, T is 10, and this epoch visits shards 2, 0, 1.
+        Then row 5 is the second of shard 0. If the rows of shard 0 come in the order 1, 2, 0, the
+        second is its row 2, which begins at token 20.
         """
         epoch, row = divmod(row, self.rows_per_epoch)
         shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)
@@ -307,13 +359,15 @@ class DataLoaderLite:
         rows = int(self.rows_in_shard[number])           # 3
         begin = int(ends[i]) - rows                      # 4
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        # With recut, rows begin `shift` tokens earlier (the first cannot), so that no epoch cuts
-        # where another did: multiples of 0.618 T, modulo T, are far apart
-        shift = int(0.618 * epoch * self.T) % self.T if self.recut else 0
-        return number, max(0, int(row_order[row - begin]) * self.T - shift)
+        start = int(row_order[row - begin]) * self.T     # 20
+        if self.recut:
+            # Move the cuts of each epoch to the left by another amount, so that a small text yields
+            # new rows. The multiples of 0.618 T, modulo T, are far apart
+            start = max(0, start - int(0.618 * epoch * self.T) % self.T)
+        return number, start
 
     def read(self, row, B):
-        """B rows from number `row` on: (B, T + 1) int64, as torch has no uint16 math."""
+        """Return B rows from number `row` on, (B, T + 1) int64, since torch has no uint16 math."""
         rows = np.empty((B, self.T + 1), dtype=np.int64)
         for b in range(B):
             number, start = self.locate(row + b)
@@ -321,30 +375,39 @@ class DataLoaderLite:
                 self.open_number, self.tokens = number, open_shard(self.shards[number])
             rows[b] = self.tokens[start:start + self.T + 1]
             if rows[b].max() >= self.n_vocab:
-                raise UserError(f"{self.shards[number]} holds id {rows[b].max()} of {self.n_vocab}:"
-                                " name the --encoding that it was made with.")
+                raise UserError(f"{self.shards[number]} contains the id {rows[b].max()}, but the "
+                                f"encoding has only {self.n_vocab} ids. Set --encoding to the "
+                                "encoding that the shard was made with.")
         return rows
 
     def batch(self, row, B, device=torch.device("cpu")):
-        """The same rows on a device: inputs x and targets y, the tokens after them, (B, T)."""
+        """Return inputs x and targets y (x shifted by one token), both (B, T), on `device`."""
         rows = torch.from_numpy(self.read(row, B))
-        if device.type == "cuda":  # from pinned memory, the copy holds nothing up
+        if device.type == "cuda":  # a copy from pinned memory does not block the CPU
             rows = rows.pin_memory()
         rows = rows.to(device, non_blocking=device.type == "cuda")
-        return rows[:, :-1], rows[:, 1:]
+        # For edits: copies, so that an edit of x leaves y alone
+        return rows[:, :-1].clone(), rows[:, 1:].clone()
 
-@lru_cache(maxsize=4)  # the orders in use: those of all shards would need much memory
+@lru_cache(maxsize=4)  # orders in use; those of all shards would take too much memory
 def permutation(shuffle, n, *key):
-    """0 ... n - 1, shuffled by key or in order. RandomState is the same in every NumPy."""
+    """Return 0 ... n - 1, shuffled by key or in order. RandomState is the same in every NumPy."""
     return np.random.RandomState(key).permutation(n) if shuffle else np.arange(n)
 
 def rows_before(cfg, step):
-    """Rows that all steps before this one read. For a batch that grows, edit this alone."""
+    """Return the number of rows that all steps before `step` read.
+
+    To make the batch grow, edit this function. Data, token counts and curves follow from it.
+    """
     return step * (cfg.total_batch_size // cfg.T)
 
-# ---- optimizers
+# ---- Learning rate and optimizers
 def get_lr(step, cfg):
-    """Learning rate of a step: linear warmup to max_lr, then down to min_lr at max_steps."""
+    """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr.
+
+    It applies to optimizer groups that were built with lr=cfg.max_lr. A group that was built with
+    another lr keeps its ratio to max_lr in every step (see step_optimizers).
+    """
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
     progress = min(1.0, (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps))
@@ -354,8 +417,10 @@ def get_lr(step, cfg):
     return cfg.min_lr + (cfg.max_lr - cfg.min_lr) * remaining
 
 def newton_schulz(G):
-    """Push the singular values x of wide matrices G (n, rows, columns) towards 1: a step makes
-    a x + b x^3 + c x^5 of each (Jordan et al. 2024)."""
+    """Push the singular values of wide matrices G (n, rows, columns) towards 1.
+
+    Each iteration turns a singular value x into a x + b x^3 + c x^5 (Jordan et al. 2024).
+    """
     a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0, to lift small values
     X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     for _ in range(5):
@@ -365,15 +430,18 @@ def newton_schulz(G):
     return X
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalized (Jordan et al. 2024). params: (name, matrix) pairs of the blocks.
+    """Orthogonalized momentum for matrices (Jordan et al. 2024).
 
-    Few directions dominate a gradient matrix; Muon makes all equally long, so that rare ones
-    are learned too. The factor 0.2 sqrt(longer side) makes its updates as large as AdamW's:
-    both can share a learning rate (Liu et al. 2025, section 2.2).
+    A few directions dominate the gradient of a matrix. Muon makes all directions equally long, so
+    that rare ones are learned, too. The factor 0.2 sqrt(longer side) makes its updates as large as
+    those of AdamW, so both can share a learning rate (Liu et al. 2025, section 2.2).
+
+    params: pairs of name and matrix. torch.optim.Optimizer stores the names in "param_names".
+    dtype: the type that Newton-Schulz computes in.
     """
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.float32):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
-        self.dtype = dtype  # of Newton-Schulz
+        self.dtype = dtype
 
     def smoothed_gradient(self, p, momentum):
         """Nesterov momentum: with average = m average + (1 - m) g, it is (1 - m) g + m average."""
@@ -385,15 +453,15 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            by_shape = defaultdict(list)  # equal matrices are a batch: fewer, larger products
-            for name, p in zip(group["param_names"], group["params"]):  # torch splits the pairs
-                if p.grad is None:  # frozen, or not used in this step
+            by_shape = defaultdict(list)  # one batch per shape: fewer, larger products
+            for name, p in zip(group["param_names"], group["params"]):
+                if p.grad is None:  # not used in this step
                     continue
                 gradient = self.smoothed_gradient(p, group["momentum"])
-                # query, key and value are a matrix each; a c_attn of another shape stays one
+                # Query, key and value are one matrix each. A c_attn of another shape is one matrix
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
                 for weight, G in zip(p.chunk(n), gradient.chunk(n)):  # weight is a view of p
-                    if G.size(0) > G.size(1):  # wide is cheaper
+                    if G.size(0) > G.size(1):  # wide matrices are cheaper
                         weight, G = weight.mT, G.mT
                     by_shape[G.shape].append((weight, G))
             for (_, columns), batch in by_shape.items():
@@ -403,98 +471,94 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(columns))
 
 def configure_optimizers(raw_model, cfg, dtype=torch.float32):
-    """[AdamW], or [AdamW, Muon], where Muon has the matrices in the blocks. A group's lr here is
-    its peak: step_optimizers() multiplies it by get_lr() / max_lr."""
+    """Return [AdamW], or [AdamW, Muon] with Muon for the matrices in the blocks."""
     in_blocks = raw_model.transformer.h.named_parameters() if cfg.optimizer == "muon" else []
     for_muon = [(name, p) for name, p in in_blocks if p.dim() == 2 and p.requires_grad]
     taken = {p for _, p in for_muon}
     others = [p for p in raw_model.parameters() if p.requires_grad and p not in taken]
     groups = [dict(params=[p for p in others if p.dim() >= 2], weight_decay=cfg.weight_decay),
-              # biases and gains do not decay: towards 0 they would only distort the model
+              # Biases and gains do not decay: pulled towards 0, they would only distort the model
               dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0)]
-    # betas and eps as in GPT-3, appendix B; fused: in one kernel
+    # betas and eps as in GPT-3 (Brown et al. 2020, appendix B); fused: all in one kernel
     adamw = torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
     if not for_muon:
         return [adamw]
     return [adamw, Muon(for_muon, cfg.max_lr * cfg.muon_lr_ratio, cfg.weight_decay, dtype=dtype)]
 
-# ---- training
+# ---- Training
 @dataclass
 class State:
-    """What a checkpoint holds: ALL THAT LATER STEPS DEPEND ON, besides constants and data.
+    """Everything that later steps depend on, apart from constants and data.
 
-    raw_model, the GPT, is compiled in place: raw_model(x) runs compiled, .generate(x) does not.
+    A checkpoint saves each attribute, and a restart restores it: numbers, strings, tensors, lists
+    of these, and objects that have state_dict(), alone or in a list. Put your own attributes here
+    (a running mean, averaged weights). One that cannot be saved is reported before the first step.
+
+    raw_model is the GPT without the DDP wrapper around it. torch.compile changes it in place.
     """
     raw_model: nn.Module
     optimizers: list
-    scaler: torch.amp.GradScaler  # keeps float16 gradients in range; idle otherwise
-    step: int = 0                 # steps done. An int, float or str that you add is saved, too
-    minutes: float = 0.0          # that steps took; compiling, evaluation and saves do not count
+    scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other types
+    step: int = 0                 # number of steps taken
+    minutes: float = 0.0          # time spent in steps, without compiling, evaluation and saves
+    tokens: int = 0               # tokens that the steps have read
 
-    def __post_init__(self):  # later, each step and each checkpoint overwrite a group's lr
-        self.peak_lrs = [[group["lr"] for group in opt.param_groups] for opt in self.optimizers]
+    def __post_init__(self):
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:  # for step_optimizers() and load_optimizer()
+                group["as_built"] = {name: value for name, value in group.items()
+                                     if name not in ("params", "param_names", "as_built")}
 
     @property
     def eval_model(self):
-        """The GPT that is validated, sampled, exported; if you average weights, return theirs."""
+        """The GPT that is validated, sampled and exported. To average weights, return theirs."""
         return self.raw_model
 
     def state_dict(self):
-        return {"step": self.step,
-                "numbers": {name: value for name, value in vars(self).items()
-                            if isinstance(value, (int, float, str))},  # step, minutes, your own
-                "model": self.eval_model.state_dict(),
-                "trained": self.raw_model.state_dict(),  # the same tensors, unless averaged
-                "gpt_config": asdict(self.raw_model.config),
-                "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-                "optimizer_names": [type(optimizer).__name__ for optimizer in self.optimizers],
-                "scaler": self.scaler.state_dict()}
+        saved = {name: content_of(value) for name, value in vars(self).items()}
+        return saved | {"eval_model": self.eval_model.state_dict(),
+                        "gpt_config": asdict(self.raw_model.config)}
 
-    def load_state_dict(self, saved):  # each get() has a default for older checkpoints
-        vars(self).update(saved.get("numbers", {"step": saved["step"]}))
-        names = [type(optimizer).__name__ for optimizer in self.optimizers]
-        if saved.get("optimizer_names", names) != names:
-            raise ValueError(f"its optimizers are {saved['optimizer_names']}, here are {names}")
-        self.eval_model.load_state_dict(saved["model"])
-        self.raw_model.load_state_dict(saved.get("trained", saved["model"]))
-        for optimizer, content in zip(self.optimizers, saved["optimizers"], strict=True):
-            optimizer.load_state_dict(content)
-        if saved["scaler"]:  # empty, unless it was in float16
-            self.scaler.load_state_dict(saved["scaler"])
+    def load_state_dict(self, saved):
+        """Restore what state_dict() returned. An attribute that it lacks keeps its first value."""
+        device = next(self.raw_model.parameters()).device
+        for name in saved.keys() - {"eval_model", "gpt_config"}:
+            setattr(self, name, restored(getattr(self, name, None), saved[name], device))
+        # For edits: an average that is new in the code begins at the weights of the checkpoint
+        self.eval_model.load_state_dict(saved["eval_model"])
 
 @dataclass
 class Run:
-    """What train() works with. NOTHING HERE OUTLIVES A RESTART: set_up() builds it anew."""
+    """What train() works with. It is built anew at each start: only State outlives a restart."""
     cfg: Config
     state: State
     device: torch.device
     encoding: tiktoken.Encoding
-    ddp_model: nn.Module          # raw_model; with several processes, in DDP
-    autocast: partial             # autocast() is a context with matrix products in dtype
+    ddp_model: nn.Module          # raw_model, wrapped in DDP if there are several processes
+    autocast: partial             # autocast() is a context whose matrix products are in cfg.dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
-    tokens_per_byte: float        # of the validation text: turns nats per token into nats per byte
-    hellaswag: object             # its questions as rows for the model, or None
-    folder: "RunFolder"           # log.txt, checkpoints and the rest of log_dir
+    tokens_per_byte: float        # of the validation text; turns nats per token into nats per byte
+    questions: object = None      # HellaSwag's, as rows of tokens; None: it is not scored
+    folder: "RunFolder" = None    # log_dir; None during the trial steps of steps_that_fit()
     signal_came: threading.Event = field(default_factory=threading.Event)  # to this process
-    stopping: bool = False        # a signal came to any process
-    validated_step: int = -1      # the last step that was validated here
+    validated_step: int = -1      # the step that was validated last
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # of the last steps
-    unsaid: list = field(default_factory=list)  # "val 3.2924" and such, for stdout's next line
+    told_slow: bool = False       # whether warn_of_slow_steps() has printed its line
 
 @torch.no_grad()
 def validation_loss(run, loader, model=None):
-    """Mean loss of eval_model, or another model, in nats per token over val_tokens tokens.
+    """Return the mean loss of eval_model, or of `model`, over val_tokens tokens, in nats per token.
 
-    Each process sums over its share of the rows: B and the number of processes do not matter.
+    Each process sums over its share of the rows, so the result is the same for any B and any
+    number of processes.
     """
     cfg, model = run.cfg, model or run.state.eval_model
-    rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
+    n_rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
     total, counted = torch.zeros(2, device=run.device)
-    for row in range(rank() * cfg.B, rows, world_size() * cfg.B):
+    for row in range(rank() * cfg.B, n_rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        y = y.clone()          # x is in the same memory
-        y[rows - row:] = -100  # rows of the last batch that are past val_tokens do not count
+        y[n_rows - row:] = -100  # ignore rows at the end of the last batch that are too many
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
         total = total + loss * (y >= 0).sum()
@@ -502,222 +566,524 @@ def validation_loss(run, loader, model=None):
     total, counted = sum_over_ranks(torch.stack((total, counted))).tolist()
     return total / counted
 
+def read_step(run):
+    """Return this process's micro-batches of the next step: a list of (row, x, y).
+
+    The rows of a step are dealt out B at a time: to rank 0, to rank 1, ..., and again to rank 0.
+    row is the number of the first row; x and y are (B, T). To mask targets (set them to -100) or to
+    change inputs, edit this function.
+    """
+    cfg, step = run.cfg, run.state.step
+    begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
+    check_rows(cfg, step, end - begin)
+    my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
+    return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
+
+def loss_weights(batches):
+    """Return for each micro-batch the weight of its mean loss in the loss of the step.
+
+    The loss of a step is the mean over all its targets. If every target counts, the weight is
+    1 / number of micro-batches, as always in gradient accumulation. For edits: with targets of
+    -100 it is the micro-batch's share of the targets that count, in all processes together.
+    """
+    counts = [(y >= 0).sum() for _, _, y in batches]
+    # DDP averages over processes, so the weights of one process have to sum to about 1
+    per_process = sum_over_ranks(torch.stack(counts).sum()) / world_size()
+    return [count / per_process for count in counts]
+
 def train_step(run):
-    """One optimizer step. Returns a loss, whose mean over all processes is the step's, and the
-    gradient's norm before clipping, both on the device. Only in float16 does it wait for a GPU."""
+    """Take one optimizer step. Return the loss and the gradient's norm before clipping.
+
+    The loss is this process's part: its mean over all processes is the mean over all targets of the
+    step. Both values are tensors on the device, so the CPU need not wait for the GPU. (In float16
+    it waits, since GradScaler has to know whether a gradient overflowed.)
+    """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
-    # A step's rows are dealt out B at a time, to rank 0, rank 1, ..., and again to rank 0
-    begin, end = rows_before(cfg, state.step), rows_before(cfg, state.step + 1)
-    check_rows(cfg, state.step, end - begin)
-    my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)  # each micro-step's first
-    weighted_loss, counted_share = torch.zeros(2, device=run.device)
+    batches = read_step(run)
+    step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    for row in my_rows:
-        # Dropout follows from the micro-step's first row (so what it drops depends on B, too)
+    for (row, x, y), weight in zip(batches, loss_weights(batches)):
+        # Dropout is a function of the seed and the first row, so that a restart repeats it
         torch.manual_seed(seed_from(cfg.seed, row))
-        x, y = run.train_loader.batch(row, cfg.B, run.device)
-        # DDP averages the gradients over the processes during backward, which only the last
-        # micro-step needs. no_sync() encloses the forward pass too, where DDP prepares it.
-        context = contextlib.nullcontext()
-        if world_size() > 1 and row != my_rows[-1]:
-            context = ddp_model.no_sync()
-        with context:
+        # DDP averages gradients over the processes during the backward pass. Only the last
+        # micro-step needs that: gradients add up locally before it. The forward pass must be
+        # inside no_sync(), too, as DDP prepares the averaging there.
+        is_last = row == batches[-1][0]
+        with contextlib.nullcontext() if is_last or world_size() == 1 else ddp_model.no_sync():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # Plain gradient accumulation: share is 1 / micro-steps. If you mask targets by -100, it
-            # is less; then the sum of loss * share, divided by the sum of shares, is still the mean
-            # over all targets that count.
-            share = (y >= 0).sum() / (y.numel() * len(my_rows))
-            state.scaler.scale(loss * share).backward()
-        weighted_loss = weighted_loss + loss.detach() * share
-        counted_share = counted_share + share
+            loss = loss * weight  # backward() sums gradients over micro-steps; this makes it a mean
+            state.scaler.scale(loss).backward()
+        step_loss = step_loss + loss.detach()
+        state.tokens += x.numel() * world_size()
     ddp_model.eval()
-    counted_share = sum_over_ranks(counted_share) / world_size()  # 1, but for masks
-    # For noise that you may add below: the same on all ranks, so that their models stay equal
-    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
-    norm = step_optimizers(state, cfg, counted_share)
-    state.step += 1
-    return weighted_loss / counted_share, norm
-
-def step_optimizers(state, cfg, counted_share):
-    """Divide gradients by counted_share, clip them, step. Returns their norm before clipping."""
-    for optimizer, lrs in zip(state.optimizers, state.peak_lrs):
-        state.scaler.unscale_(optimizer)
-        for group, lr in zip(optimizer.param_groups, lrs):
-            group["lr"] = lr * get_lr(state.step, cfg) / cfg.max_lr
-    gradients = [p.grad for p in state.raw_model.parameters() if p.grad is not None]
-    norm = nn.utils.get_total_norm(gradients) / counted_share
-    longest = cfg.grad_clip or math.inf
-    clip = (longest / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, clip / counted_share)  # in few kernels
     for optimizer in state.optimizers:
-        # scaler.step() would skip only the optimizer whose own gradients overflowed: skip all
+        state.scaler.unscale_(optimizer)
+    # For edits: here each p.grad is the exact gradient of the step's loss, the same in all
+    # processes. So are random draws from here on, for example of gradient noise
+    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
+    norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
+    step_optimizers(state, cfg, norm)
+    state.step += 1
+    return step_loss, norm
+
+def step_optimizers(state, cfg, norm):
+    """Set the learning rate of each group, and let the optimizers update the weights."""
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["as_built"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
+        # In float16, skip the step if a gradient overflowed. GradScaler.step() alone would skip
+        # only the optimizer that owns this gradient
         if not state.scaler.is_enabled() or norm.isfinite():
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
-    return norm
 
 def due(every, run):
-    """Whether it is time: every so many steps (0 is never), and after the last one."""
+    """Return whether something that happens every `every` steps (0 = never) is due now.
+
+    It is due at step 0, at each multiple, and after the last step.
+    """
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
 
 def train(run):
-    """Save, evaluate, take a step; until max_steps, or until a signal."""
-    cfg, state = run.cfg, run.state
-    while not run.stopping:
+    """Repeat: save, evaluate, take a step. Stop at max_steps, or when a signal comes."""
+    cfg, state, stopped = run.cfg, run.state, False
+    while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             run.folder.save(state)  # first, so that an evaluation that fails costs no steps
         if due(cfg.eval_every, run):
             validate(run)
-        if due(cfg.hellaswag_every, run) and run.hellaswag:
-            report(run, step, "hella", hellaswag_score(run))
+        if due(cfg.hellaswag_every, run) and run.questions:
+            report(run, step, "hella", hellaswag_score(run), always=True)
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
-            print_line(run, step)
             run.folder.draw()
-        if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):  # not before a training
+        if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):
             print_sample(run)
         if step >= cfg.max_steps:
             break
         start = time.perf_counter()
         loss, norm = train_step(run)
-        loss, norm, run.stopping = over_all_processes(run, loss, norm)  # waits for the GPU
-        run.step_seconds.append(time.perf_counter() - start)
-        if len(run.step_seconds) > 1:  # the first step of a start is mostly compiling
-            state.minutes += run.step_seconds[-1] / 60
-        check_step(run, loss, norm)
-        report_step(run, loss, norm)
-    finish(run)
+        losses, norms, signals = gather(run, loss, norm)  # of all processes; waits for the GPU
+        add_time(run, time.perf_counter() - start)
+        check_step(run, losses, norms)
+        report_step(run, loss=statistics.fmean(losses), norm=norms[0])
+        stopped = any(signals)
+    finish(run, stopped)
 
 
-# ==== part two: what a long run on real machines needs
-# ---- command line and settings: choose a preset, say which, refuse what cannot work
+# ==== Part two: what long runs on real machines need
+# ---- Reading checkpoints and weights. Files may be damaged, may come from an older version of this
+# script or from another model, and may contain code, so nothing is unpickled
+def find_checkpoints(folder):
+    """Return {step: path} of the checkpoints in a folder, the newest first."""
+    paths = Path(folder).glob("checkpoint_*.pt")
+    numbers = {path: path.stem.removeprefix("checkpoint_") for path in paths}
+    found = {int(number): path for path, number in numbers.items() if number.isdecimal()}
+    return dict(sorted(found.items(), reverse=True))
+
+def read_checkpoint(path, mmap=True):
+    """Return the content of a checkpoint. Verifies the checksums, which torch.load ignores."""
+    try:
+        with zipfile.ZipFile(path) as archive:  # the format that torch.save writes
+            if archive.testzip():
+                raise ValueError("a checksum is wrong")
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+    except Exception as e:  # a damaged file may raise anything
+        raise UserError(f"{path} cannot be read as a checkpoint ({first_line(e)}).") from None
+    return in_todays_form(content)
+
+def in_todays_form(content):
+    """Return a checkpoint of an earlier version of this script with the entries of this one."""
+    if "model" not in content:
+        return content
+    content = dict(content)
+    eval_model = content.pop("model")
+    content["eval_model"] = eval_model
+    content["raw_model"] = content.pop("trained", eval_model)
+    content |= content.pop("numbers", {})
+    if "constants" in content:
+        content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
+    names = content.pop("optimizer_names", [])
+    for optimizer, name in zip(content.get("optimizers", []), names):
+        optimizer["class"] = name
+    return content
+
+def newest_checkpoint(folder):
+    """Return the path of the newest undamaged checkpoint, or None if there is no checkpoint."""
+    found = find_checkpoints(folder)
+    for path in found.values():
+        try:
+            read_checkpoint(path)
+            return path
+        except UserError as e:
+            print0(f"{e} Trying the one before it.")
+    if found:
+        raise UserError(f"Every checkpoint in {folder}/ is damaged: choose another --log_dir.")
+
+def best_checkpoint(folder):
+    """Return the path of the undamaged checkpoint to sample from and to export, or None.
+
+    It is the newest one, unless the validation loss has risen again (overfitting): then it is the
+    one with the lowest validation loss.
+    """
+    found = find_checkpoints(folder)
+    losses = {step: loss for step, loss in read_streams(folder)["val"] if step in found}
+    if losses:
+        best_step, last_validated_step = min(losses, key=losses.get), max(losses)
+        if best_step != last_validated_step:
+            try:
+                read_checkpoint(found[best_step])
+                return found[best_step]
+            except UserError as e:
+                print0(f"{e} It had the lowest validation loss. Using the newest one instead.")
+    return newest_checkpoint(folder)
+
+def read_run(folder):
+    """Return the content of a run's run.json."""
+    return json.loads(Path(folder, "run.json").read_text())
+
+def read_streams(folder):
+    """Return {stream: [(step, value), ...]} of a run's log.txt."""
+    path, streams = Path(folder, "log.txt"), defaultdict(list)
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for step, stream, value in re.findall(r"^(\d+) (.+) (-?[\d.]+)$", text, re.M):
+        streams[stream].append((int(step), float(value)))
+    return streams
+
+@dataclass
+class Weights:
+    """The weights of a model, and what one has to know to use them."""
+    source: str           # the file, folder or hub name that they were read from
+    config: dict          # constants of GPTConfig that they decide; not dropout
+    encoding: str | None  # name of the encoding; None: unknown
+    tensors: dict         # the state_dict of a GPT
+    code: int | None      # checksum of the code that wrote them; None: unknown
+
+def read_weights(name):
+    """Return the Weights in a .pt file, a run's folder, a Hugging Face folder or on the hub."""
+    if name.endswith(".pt"):
+        return weights_in_checkpoint(read_checkpoint(name), name)
+    if find_checkpoints(name):
+        path = best_checkpoint(name)
+        return weights_in_checkpoint(read_checkpoint(path), str(path))
+    model = load_hugging_face(name)
+    encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
+    return Weights(name, without_dropout(model.config), encoding, model.state_dict(), code=None)
+
+def weights_in_checkpoint(content, source):
+    """Return the Weights of eval_model in what read_checkpoint() returned."""
+    return Weights(source, without_dropout(content["gpt_config"]), content["encoding"],
+                   content["eval_model"], content.get("code"))
+
+def without_dropout(config):
+    """Return a GPTConfig, or a dict, as a dict without dropout, which weights do not decide."""
+    constants = config if isinstance(config, dict) else asdict(config)
+    return {name: value for name, value in constants.items() if name != "dropout"}
+
+def model_config(weights, constants):
+    """Return the GPTConfig for weights; constants are for what they do not decide."""
+    config = constants | weights.config
+    if unknown := config.keys() - asdict(GPTConfig()).keys():
+        raise UserError(f"{weights.source} was made with the constant {min(unknown)}, which "
+                        "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the code "
+                        "that the weights were made with.")
+    return GPTConfig(**config)
+
+def load_tensors(model, weights):
+    """Load weights into a model. Tensors that they lack keep their values. Raises UserError."""
+    own = model.state_dict()
+    if missing := own.keys() - weights.tensors.keys():
+        print0(f"!!! {weights.source} lacks {min(missing)}. {len(missing)} tensor(s) begin with "
+               "the values that the code gives them.")
+    try:
+        model.load_state_dict(own | weights.tensors)
+    except RuntimeError as e:  # other names, other shapes
+        raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
+                        f"({first_line(e)}).") from None
+
+# Hugging Face's GPT-2 stores these matrices as (in, out), and nn.Linear as (out, in)
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+def load_hugging_face(name):
+    """Return the GPT in a folder or repository of transformers. Raises UserError."""
+    try:
+        import transformers
+        transformers.logging.disable_progress_bar()
+        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        c = hf.config
+        model = GPT(GPTConfig(
+            block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
+            n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
+        source, target = hf.state_dict(), model.state_dict()
+        if unmatched := sorted([*info["missing_keys"], *source.keys() - target.keys()]):
+            raise ValueError(f"{unmatched[0]} is not in both models")
+        for key, weight in source.items():
+            weight = weight.t() if key.endswith(TRANSPOSED) else weight
+            # target[key] shares its memory with the model; the model's embedding has more rows
+            target[key][:len(weight)].copy_(weight)
+        check_same_function(model, hf, end_of_text=c.vocab_size - 1)
+    except Exception as e:  # files and networks may raise anything
+        raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
+                        f"be loaded as a GPT-2 of Hugging Face ({first_line(e)}).") from None
+    return model
+
+@torch.no_grad()
+def check_same_function(ours, hf, end_of_text):
+    """Raise ValueError if our model and a Hugging Face model, both on the CPU, differ in logits."""
+    c = ours.config
+    idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
+    # For edits: a model that does not look across the end of a text differs only if there is one
+    idx[0, c.block_size // 2] = end_of_text
+    theirs = hf.float().eval()(idx).logits
+    differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
+    if not differences.max() < 1e-3:  # also if it is NaN
+        raise ValueError(f"logits differ by {differences.max():.1%}")
+
+@lru_cache  # main() calls it first, since the file may be edited while the run is in progress
+def code_checksum():
+    """Return a CRC-32 of the code that a run depends on, without comments and constants.
+
+    That is this file without Config, SMALL and FINETUNE, encoding_parts() in fineweb.py, and every
+    other module that this file imports from the folder it lies in.
+    """
+    path = Path(__file__)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    tree = ast.parse("\n".join(lines))
+    for node in tree.body:
+        names = [ast.unparse(target) for target in getattr(node, "targets", [])]
+        if {"Config", "SMALL", "FINETUNE"}.intersection([getattr(node, "name", ""), *names]):
+            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    lines += inspect.getsource(encoding_parts).splitlines()
+    for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
+        lines += module.read_text(encoding="utf-8").splitlines()
+    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
+    return zlib.crc32("\n".join(filter(None, lines)).encode())
+
+def modules_beside(path, seen):
+    """Return the .py files in the folder of `path` that it imports, and those that they import."""
+    imported, found = set(), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {node.module or alias.name for alias in node.names}
+    for name in imported - seen:
+        module = path.with_name(f"{name}.py")
+        if module.exists():
+            found |= {module, *modules_beside(module, seen | {name})}
+    return found
+
+# ---- Command line and settings: every constant gets its final value here, before anything uses it
 PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 
 def main():
-    sys.stdout.reconfigure(errors="backslashreplace")  # samples hold any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C just ends: nothing is to be saved yet
-    code_checksum()  # for checkpoints; cached now, as the file may be edited while it trains
+    """Do what the command line says. A mistake of the user ends it with one sentence."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C has nothing to save
+    code_checksum()
     try:
-        cfg, first_lines = choose_settings(parse_flags(Config, __doc__, PRESETS))
-        device = pick_device(cfg.device)
-        if "RANK" in os.environ:
-            join_processes(device)
-        if cfg.sample:
-            sample_only(cfg, device)
-        else:
-            print0(first_lines)
-            check_config(cfg)
-            run = set_up(cfg, device)
-            with contextlib.closing(run.folder):  # whatever ends train(), a save is finished
-                train(run)
-            del run  # DDP holds the process group: it goes first, or Python may abort at its exit
+        run_command(parse_flags(Config, __doc__, PRESETS))
         if dist.is_initialized():
             dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            error = UserError("Out of memory: a smaller --B trains the same model.")
+            error = UserError("Out of memory. Choose a smaller --B; it trains the same model.")
         if isinstance(error, UserError):
             print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
         else:
             traceback.print_exc()
         if dist.is_initialized():
-            os._exit(1)  # a normal exit would wait for others, which may wait for this one
+            os._exit(1)  # a normal exit would wait for other processes, which may wait for this one
         sys.exit(1)
 
-def is_text(data):  # else it is a folder of shards
+def run_command(flags):
+    """Train, or print samples. Frees the model before it returns: DDP holds the process group."""
+    cfg, weights, first_lines = resolve_config(flags)
+    device = pick_device(cfg.device)
+    if "RANK" in os.environ:
+        join_processes(device)
+    if cfg.sample:
+        sample_only(cfg, device, weights)
+        return
+    print0(first_lines)
+    run = set_up(cfg, device, weights)
+    del weights  # the model has its own copy
+    with contextlib.closing(run.folder):  # whatever ends train(), a save in progress is finished
+        train(run)
+
+def is_text(data):
+    """Return whether `data` is a text file. Otherwise it is a folder of shards."""
     return Path(data).is_file()
 
-def choose_settings(flags):
-    """The constants that apply, and the first lines, which name them."""
+def resolve_config(flags):
+    """Return (cfg, weights, first lines): the constants, given weights or None, a description.
+
+    A constant gets its value from the last of these that has one:
+
+    1. the default in Config
+    2. the preset: SMALL for a text file, FINETUNE for a text file and given weights
+    3. given weights, which decide the shape of the model and the encoding
+    4. the flags. A flag that contradicts the weights is refused
+
+    Then B is lowered until it divides the batch. If `epochs` or `minutes` decide max_steps,
+    resolve_max_steps() sets it once the data are open.
+    """
     data, note = flags.get("data", Config.data), ""
-    unedited = "data" not in flags and data == "edu_fineweb10B"
-    if unedited and not find_shards(data)[0]:
+    data_is_default = "data" not in flags and data == "edu_fineweb10B"
+    if data_is_default and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
-        note = ("Quick start on Shakespeare: edu_fineweb10B/ holds no shards.\n"
-                "For GPT-2 (124M): python fineweb.py, and the same command again.\n\n")
-    init_from = flags.get("init_from", Config.init_from)
+        note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
+                "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
     preset_name = "Config"
     if is_text(data):
-        preset_name = "SMALL" if init_from == "scratch" else "FINETUNE"
-    preset, decided = PRESETS[preset_name], {}
-    if init_from != "scratch":
-        log_dir = flags.get("log_dir", preset.get("log_dir", Config.log_dir))
-        # A run that continues has weights of its own
-        config, encoding, _ = read_weights(log_dir if find_checkpoints(log_dir) else init_from)
-        decided = {key: value for key, value in config.items() if key in asdict(Config())}
-        decided |= {"encoding": encoding} if encoding else {}
-        for constant in flags.keys() & decided.keys():
-            if str(flags[constant]) != str(decided[constant]):
-                raise UserError(f"init_from={init_from} decides {constant}: leave out --{constant}")
-        if preset_name == "FINETUNE":  # after the check, as flags may differ from these
-            decided["T"] = min(preset["T"], 2 ** int(math.log2(config["block_size"])))
-            decided["max_lr"] = preset["max_lr"] / config["n_embd"]
-    if "max_steps" in flags:  # else these would decide it
+        scratch = flags.get("init_from", Config.init_from) == "scratch"
+        preset_name = "SMALL" if scratch else "FINETUNE"
+    preset = {"data": data} | PRESETS[preset_name]
+    weights = find_weights(make_config(Config, preset | flags))
+    if preset_name == "FINETUNE":
+        preset = finetune_preset(weights) | preset
+    if "max_steps" in flags:  # then epochs and minutes of the preset do not decide it
         preset = preset | {"epochs": 0.0, "minutes": 0.0}
-    cfg = make_config(Config, {"data": data} | preset | decided | flags)
+    decided = constants_of_weights(weights) if weights else {}
+    check_flags_against_weights(flags, decided, weights)
+    cfg = make_config(Config, preset | decided | flags)
+    lines = f"{note}settings  {description_of_preset(preset_name, cfg, preset | decided)}"
+    if weights and cfg.init_from != "scratch":
+        lines += f"\nweights   {describe_weights(weights, decided, asdict(Config()) | preset)}"
+    if not cfg.sample:
+        check_config(cfg)
+        cfg = replace(cfg, B=fitting_B(cfg))
+    return cfg, weights, lines
+
+def find_weights(cfg):
+    """Return the Weights to begin with, or None if the model is new. Raises UserError.
+
+    A training run that continues has its own weights. They come before init_from. With --sample,
+    init_from comes first, so that one can sample from it at any time.
+    """
+    if cfg.init_from == "resume":
+        raise UserError("init_from=resume is not needed: the same command with the same --log_dir "
+                        "continues a run. Leave out --init_from.")
+    if cfg.sample and cfg.init_from == "scratch":
+        path = best_checkpoint(cfg.log_dir)
+        if path is None:
+            raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
+                            "or set --init_from.")
+        return read_weights(str(path))
+    if cfg.init_from == "scratch":
+        return None
+    continues = not cfg.sample and find_checkpoints(cfg.log_dir)
+    return read_weights(cfg.log_dir if continues else cfg.init_from)
+
+def finetune_preset(weights):
+    """Return the constants of FINETUNE that depend on the weights.
+
+    The best learning rate of Adam falls with the width (Yang et al. 2022): 1.3e-4 for gpt2. Rows
+    have the largest power of two that fits the weights' context, and at most 1024 tokens.
+    """
+    block_size = weights.config["block_size"]
+    return {"max_lr": 0.1 / weights.config["n_embd"],
+            "T": min(1024, 2 ** int(math.log2(block_size)))}
+
+def constants_of_weights(weights):
+    """Return the constants of Config that weights decide."""
+    decided = {name: value for name, value in weights.config.items() if name in asdict(Config())}
+    return decided | ({"encoding": weights.encoding} if weights.encoding else {})
+
+def check_flags_against_weights(flags, decided, weights):
+    """Raise UserError for a flag that differs from what the weights decide."""
+    for name in flags.keys() & decided.keys():
+        if str(flags[name]) != str(decided[name]):
+            raise UserError(f"{name} is {decided[name]} in the weights {weights.source}: leave out "
+                            f"--{name}.")
+
+def description_of_preset(preset_name, cfg, constants):
+    """Return the name of the preset, the reason for it, and the values that it leads to."""
     if preset_name == "Config":
-        return cfg, "settings  Config, as data is not a text file"
-    values = " ".join(f"{constant}={getattr(cfg, constant)!r}" for constant in preset | decided)
-    weights = " and weights are given" if preset_name == "FINETUNE" else ""
-    return cfg, (f"{note}settings  {preset_name}, not Config, as data is a text file{weights}:\n"
-                 f"{values}")
+        return "Config, since data is a folder of shards"
+    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in constants)
+    reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
+    return f"{preset_name} instead of Config, since data is {reason}:\n{values}"
+
+def describe_weights(weights, decided, otherwise):
+    """Return where the weights are from, and each constant that would be different without them."""
+    changed = [f"{name}={value!r} (not {otherwise[name]!r})" for name, value in decided.items()
+               if otherwise[name] != value]
+    other_code = ". It was written by other code" if is_of_other_code(weights.code) else ""
+    return f"{weights.source} decides {', '.join(changed) or 'no constant'}{other_code}"
 
 def check_config(cfg):
-    """Raise UserError for constants that make no training; lower B to one that fits a step."""
+    """Raise UserError for constants that cannot work."""
     for name in ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens"):
         if getattr(cfg, name) < 1:
             raise UserError(f"{name}={getattr(cfg, name)}: it must be 1 or more.")
+    if cfg.dropout >= 1:
+        raise UserError(f"dropout={cfg.dropout}: it must be below 1.")
+    if cfg.seed >= 2**32:
+        raise UserError(f"seed={cfg.seed}: it must be below 2**32.")
     if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
         raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
     if cfg.n_embd % cfg.n_head:
-        raise UserError(f"n_embd={cfg.n_embd} is no multiple of n_head={cfg.n_head}: change one.")
+        raise UserError(f"n_embd={cfg.n_embd} is not a multiple of n_head={cfg.n_head}: change one "
+                        "of them.")
     if not is_text(cfg.data) and not all(find_shards(cfg.data)):
-        raise UserError(f"data={cfg.data} is no text, and no folder with *_train_*.npy and "
-                        "*_val_*.npy: run fineweb.py, or name another --data.")
+        raise UserError(f"data={cfg.data} is neither a text file nor a folder with *_train_*.npy "
+                        "and *_val_*.npy: run fineweb.py, or set another --data.")
     together = cfg.T * world_size()
     if cfg.total_batch_size % together:
         fitting = max(1, round(cfg.total_batch_size / together)) * together
-        raise UserError(f"total_batch_size={cfg.total_batch_size} is no multiple of T * processes "
-                        f"= {cfg.T} * {world_size()}: take --total_batch_size={fitting}, say.")
+        raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
+                        f"processes = {cfg.T} * {world_size()}: use for example "
+                        f"--total_batch_size={fitting}.")
+
+def fitting_B(cfg):
+    """Return the largest number of rows, at most B, that divides a process's rows of a step."""
     rows = max(1, rows_before(cfg, 1) // world_size())
-    cfg.B = max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
+    return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
-def check_rows(cfg, step, rows):  # rows of this step: an edited rows_before() may give bad ones
+def check_rows(cfg, step, rows):
+    """For edits: raise UserError if rows_before() and B do not fit each other in a step."""
     if rows < 1 or rows % (cfg.B * world_size()):
-        raise UserError(f"Step {step} has {rows} rows: rows_before() must give each step a "
-                        f"multiple of B * processes = {cfg.B} * {world_size()}, or B be lower.")
+        raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
+                        f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
+                        "--B.")
 
-# ---- processes: torchrun starts one for each GPU, and ends all when one fails
+# ---- Processes, random seeds and the machine. torchrun starts one process per GPU and numbers
+# them. "auto" chooses what is fast here, and a GPU that cannot be used is reported
 def rank():
+    """Return the number of this process, from 0. Rank 0 alone prints and writes files."""
     return int(os.environ.get("RANK", 0))
 
-def world_size():  # Slurm may set it without RANK
+def world_size():
+    """Return the number of processes. Slurm may set WORLD_SIZE without RANK, which means one."""
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
-def seed_from(*key):
-    """A seed that follows from numbers and names: what is random is a function of them."""
-    numbers = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key]
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
-
-def print0(text):
-    """Print from rank 0, in one piece: the thread that saves prints too."""
-    if rank() == 0:
-        with contextlib.suppress(OSError, RuntimeError):  # a full disk, or a signal amid a print
-            print(f"{text}\n", end="", flush=True)
-
-def sum_over_ranks(tensor):  # in place, and returned
+def sum_over_ranks(tensor):
+    """Replace a tensor by its sum over all processes, and return it."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
+def print0(text):
+    """Print a text from rank 0, in one piece, since the thread that saves prints, too."""
+    if rank() == 0:
+        with contextlib.suppress(OSError, RuntimeError):  # full disk; signal during a print
+            print(f"{text}\n", end="", flush=True)
+
+def seed_from(*key):
+    """Return a seed that is a function of numbers and names, for example (seed, "wte.weight")."""
+    numbers = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key]
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
 def join_processes(device):
-    # Now, while there is no group: functions of torch.distributed.nn keep the group of the time of
-    # their import as a default. Imported later, by DDP, they keep ours, and Python's exit may abort
+    """Form the group of all processes that torchrun started."""
+    # This module keeps a reference to the process group that exists when it is imported, and DDP
+    # imports it. If that is our group, Python may abort at its exit. So import it first
     import torch.distributed.nn  # noqa: F401
-    # Processes find each other's addresses in torchrun's store, which outlives a restart: with a
-    # prefix for each restart, nobody finds addresses of the dead
+    # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
+    # for each restart keeps them from finding the addresses of dead processes
     store, _, _ = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     gpu = device if device.type == "cuda" else None
@@ -726,37 +1092,36 @@ def join_processes(device):
                             timeout=datetime.timedelta(hours=1))  # rank 0 checks and exports alone
 
 def catch_signals(event):
-    """From now on, Ctrl-C and SIGTERM set the event. A second Ctrl-C ends at once."""
+    """From now on, Ctrl-C and SIGTERM set the event. A second Ctrl-C ends the process at once."""
     alone = "RANK" not in os.environ  # torchrun passes Ctrl-C on, so each process gets it twice
 
     def receive(number, frame):
         if event.is_set() and number == signal.SIGINT and alone:
-            print0("Ended at once. The last checkpoint stays; the same command continues there.")
+            print0("Ended at once. The same command continues from the last checkpoint.")
             os._exit(130)
         event.set()
-        again = " Ctrl-C again ends at once." if alone else ""
+        again = " Press Ctrl-C again to end at once." if alone else ""
         print0(f"Stopping after this step and a save.{again}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, receive)
 
-# ---- the machine: "auto" takes what is fast here; a GPU that cannot be used is named
-# 2.14 is the last torch with wheels for CUDA 12.6
-OTHER_TORCH = ("another torch, as pip install 'torch<2.15' --index-url "
-               "https://download.pytorch.org/whl/cu126, which has code for old GPUs and drivers")
+# The end of two messages. torch 2.14 is the last version with wheels for CUDA 12.6
+OTHER_TORCH = ("a torch that supports old GPUs and drivers: pip install 'torch<2.15' --index-url "
+               "https://download.pytorch.org/whl/cu126")
 
 def pick_device(name):
-    """The torch.device of a name, ready to use. Raises UserError if it cannot be used."""
-    # torch's version ends in its CUDA, as +cu130: most often that is newer than the driver's
-    no_gpu = f"torch {torch.__version__} sees no GPU: install a newer driver, or {OTHER_TORCH}."
+    """Return the torch.device for a name, ready to use. Raises UserError if it cannot be used."""
+    # The version ends in the CUDA version (such as +cu130), which is often newer than the driver's
+    no_gpu = f"torch {torch.__version__} sees no GPU. Install a newer driver, or {OTHER_TORCH}"
     if name == "auto":
-        mps = torch.backends.mps.is_available() and world_size() == 1  # gloo has no MPS tensors
+        mps = torch.backends.mps.is_available() and world_size() == 1  # gloo cannot use MPS tensors
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
         if name == "cpu" and shutil.which("nvidia-smi"):
             print0(f"!!! Training on the CPU: {no_gpu}")
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if not re.fullmatch(r"cpu|mps|cuda:\d+", name):
-        raise UserError(f"device={name} is unknown: cuda, cuda:1, mps or cpu.")
+        raise UserError(f"device={name} is unknown: use auto, cuda, cuda:1, mps or cpu.")
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
@@ -769,69 +1134,73 @@ def pick_device(name):
     return device
 
 def check_gpu(device):
-    """Raise UserError if there is no such GPU, or torch cannot use it."""
+    """Raise UserError if there is no such GPU, or if torch cannot use it."""
     if device.index >= torch.cuda.device_count():
         raise UserError(f"There is no {device}: torch sees {torch.cuda.device_count()} GPU(s), and "
-                        "each process needs its own: lower --nproc_per_node.")
+                        "each process needs its own. Lower --nproc_per_node.")
     try:
-        torch.ones(1, device=device).item()  # fails where torch has no code for this GPU
+        torch.ones(1, device=device).item()  # fails if torch has no code for this GPU
     except torch.AcceleratorError as e:
         raise UserError(f"torch {torch.__version__} fails on {torch.cuda.get_device_name(device)} "
-                        f"({first_line(e)}). If it is an old one, install {OTHER_TORCH}.") from None
+                        f"({first_line(e)}). If it is an old GPU, install {OTHER_TORCH}") from None
 
 def keep_freed_memory():
-    """Have glibc keep freed memory for the next step; elsewhere (macOS, Windows, musl) nothing.
+    """Make glibc keep freed memory for the next step. Elsewhere (macOS, Windows, musl) do nothing.
 
-    Else each array above 32 MB is new memory, whose pages the kernel clears. A step of the 124M
-    on a CPU, 8 x 256 tokens in bfloat16: 2.0 s, without this 3.1 to 4.4; memory 4.2 and 3.9 GB.
+    Otherwise each array above 32 MB gets new memory, which the kernel has to clear. A CPU step of
+    the 124M model with 8 x 256 tokens in bfloat16 takes 2.0 s with this and 3.1 to 4.4 s without.
+    Peak memory is 4.2 GB with it and 3.9 GB without.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)   # M_MMAP_MAX: no array gets a mapping of its own
-        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: nothing is given back
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is never returned to the system
 
-def pick_dtype(choice, device):  # of matrix products
+def pick_dtype(choice, device):
+    """Return the type of matrix products: the choice, or for "auto" the fastest that is safe."""
     if choice != "auto":
         return getattr(torch, choice)
-    if device.type == "cuda":  # is_bf16_supported() is true on V100 and T4 too, which emulate it
-        new = torch.cuda.get_device_capability(device) >= (8, 0)
-        return torch.bfloat16 if new else torch.float16
+    if device.type == "cuda":  # is_bf16_supported() is also true on V100 and T4, which emulate it
+        has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
+        return torch.bfloat16 if has_bfloat16 else torch.float16
     cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
     return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
 def pick_compile(choice, device):
-    # Windows often has no Triton, which needs compute capability 7.0
-    fast = (device.type == "cuda" and importlib.util.find_spec("triton") is not None
+    """Return whether to use torch.compile. It needs Triton, and Triton needs capability 7.0."""
+    if choice != "auto":
+        return choice
+    has_triton = importlib.util.find_spec("triton") is not None  # often missing on Windows
+    return (device.type == "cuda" and has_triton
             and torch.cuda.get_device_capability(device) >= (7, 0))
-    return fast if choice == "auto" else choice == "True"
 
 def set_attention(cfg, device, dtype):
-    # In bfloat16 on a CPU flash's backward pass is slow on short rows: 11.8 ms at T=64, without 5.6
+    """Switch off kernels of scaled_dot_product_attention that are slow or wrong here."""
+    # On a CPU in bfloat16, the backward pass of flash attention is slow for short rows: a step of
+    # the quick start spends 11.8 ms in it at T=64, and 5.6 ms with the other kernel
     short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
-    torch.backends.cuda.enable_flash_sdp(not short)  # despite its name, for CPUs, too
-    # cuDNN's, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some kernels
+    torch.backends.cuda.enable_flash_sdp(not short)  # in spite of its name, also for CPUs
+    # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
-# ---- opening data: damaged shards or other tokens would train a bad model
-def padded(n_vocab):  # to a multiple of 128, which GPUs multiply faster
-    return math.ceil(n_vocab / 128) * 128
-
-def find_shards(folder):  # to train on, and to validate on
+# ---- Opening data: damaged shards, or shards of another encoding, would train a bad model
+def find_shards(folder):
+    """Return the shards to train on and those to validate on, two sorted lists of paths."""
     return sorted(Path(folder).glob("*_train_*.npy")), sorted(Path(folder).glob("*_val_*.npy"))
 
 def open_shard(shard):
-    """A .npy file memory-mapped, (N,) uint16 or uint32; an array as it is."""
+    """Return a .npy file memory-mapped, (N,) uint16 or uint32. Return an array as it is."""
     if not isinstance(shard, Path):
         return shard
     try:
-        tokens = np.load(shard, mmap_mode="r", allow_pickle=False)
+        return np.load(shard, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as e:
-        raise UserError(f"{shard} is no whole shard ({first_line(e)}): make it again.") from None
-    return tokens
+        raise UserError(f"{shard} is not a complete shard ({first_line(e)}): make it "
+                        "again.") from None
 
 def open_data(cfg, encoding):
-    """The loaders to train and to validate with. Raises UserError."""
-    if is_text(cfg.data):  # its last tenth is for validation
+    """Return the loaders for training and validation. Raises UserError."""
+    if is_text(cfg.data):  # the last tenth is for validation
         tokens = read_text(cfg.data, encoding)
         cut = int(len(tokens) * 0.9)
         train, val = [tokens[:cut]], [tokens[cut:]]
@@ -842,478 +1211,618 @@ def open_data(cfg, encoding):
                                   recut=cfg.shuffle and is_text(cfg.data))
     val_loader = DataLoaderLite(val, cfg.T, n_vocab=encoding.n_vocab)
     if not (train_loader.rows_per_epoch and val_loader.rows_per_epoch):
-        raise UserError(f"{cfg.data} is too short for T={cfg.T}: more text, or a lower --T.")
+        raise UserError(f"{cfg.data} is too short for T={cfg.T}: use more text, or a lower --T.")
     return train_loader, val_loader
 
-def read_text(path, encoding):  # its tokens (N,)
+def read_text(path, encoding):
+    """Return the tokens (N,) of a text file. Raises UserError if it is not UTF-8."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as e:
         raise UserError(f"{path} is not UTF-8 ({e}): convert it.") from None
     return encoding.encode_to_numpy(text, disallowed_special=()).astype(token_dtype(encoding))
 
-def check_encoding_of_shards(cfg):  # those of other scripts have no manifest
-    manifest, made_with = Path(cfg.data, "manifest.json"), cfg.encoding
-    if manifest.exists():
-        made_with = json.loads(manifest.read_bytes())["settings"]["encoding"]
+def check_encoding_of_shards(cfg):
+    """Raise UserError if a manifest names another encoding. Shards without one are not checked."""
+    manifest = Path(cfg.data, "manifest.json")
+    if not manifest.exists():  # the shards were made by another script
+        return
+    made_with = json.loads(manifest.read_bytes())["settings"]["encoding"]
     if made_with != cfg.encoding:
-        raise UserError(f"Shards in {cfg.data}/ need --encoding={made_with}, not {cfg.encoding}.")
+        raise UserError(f"The shards in {cfg.data}/ need --encoding={made_with}, not "
+                        f"{cfg.encoding}.")
 
 def fingerprint_of(loader):
-    """What tells corpora apart: of a text its ids, of shards the first and last."""
-    seen = []
+    """Return a line that identifies the corpus by its size and by a CRC-32.
+
+    The CRC covers all ids of a text, and the first and last 4,096 ids of each shard.
+    """
+    parts = []
     for shard, length in zip(loader.shards, loader.lengths):
         n = 4096 if isinstance(shard, Path) else length
         first, last = open_shard(shard)[:n], open_shard(shard)[-n:]
-        seen.append((getattr(shard, "name", "text"), length, zlib.crc32(first), zlib.crc32(last)))
-    crc = zlib.crc32(repr(seen).encode())
-    return f"{sum(loader.lengths):,} tokens in {len(seen)} file(s) #{crc:08x}"
+        parts.append((getattr(shard, "name", "text"), length, zlib.crc32(first), zlib.crc32(last)))
+    crc = zlib.crc32(repr(parts).encode())
+    return f"{sum(loader.lengths):,} tokens in {len(parts)} file(s) #{crc:08x}"
 
 def tokens_per_byte(loader, encoding, val_tokens):
-    """Tokens per byte of the text that validation reads; ids beyond the vocabulary do not count."""
-    counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each token
+    """Return tokens per byte of the text that validation reads. The end of a text has no bytes."""
+    counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each id
     for shard in loader.shards:
-        tokens = open_shard(shard)[1:1 + val_tokens - counts.sum()]  # targets begin at 1
-        counts += np.bincount(tokens, minlength=len(counts))[:len(counts)]
+        wanted = val_tokens - counts.sum()
+        targets = open_shard(shard)[1:1 + wanted]  # the first token of a shard is never a target
+        counts += np.bincount(targets, minlength=len(counts))[:len(counts)]
     n_bytes = sum(counts[token] * len(encoding.decode_single_token_bytes(token))
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
 
-# ---- the run's folder: against kills, full disks, damaged files, and other runs in its place
-# A run may continue with other values of these; epochs are compared as the max_steps they make
+# ---- The run's folder: it survives kills and full disks, and no run overwrites another
+# A run may continue with other values of these. Epochs are compared as the max_steps they lead to
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
     "keep_every", "device", "dtype", "compile", "epochs"}
 
+# Entries of a checkpoint that say which run it is from. All others are State's
+ABOUT_RUN = {"encoding", "constants", "data", "code"}
+
+def lock_run_folder(log_dir):
+    """Reserve log_dir for this run. Return a lock that is held as long as it is referenced.
+
+    Only rank 0 writes there, so it alone takes the lock; the others get None. Raises UserError.
+    """
+    if rank() != 0:
+        return None
+    lock = lock_folder(Path(log_dir))
+    remove_parts(Path(log_dir))  # the rest of saves that were killed
+    return lock
+
+def check_same_training(saved, cfg, fingerprint):
+    """Raise UserError unless cfg and the data continue the training that a checkpoint is from."""
+    # Constants that did not exist when the run began had their defaults. Data are compared by
+    # content, not by path
+    before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
+    now = asdict(cfg) | {"data": fingerprint}
+    changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
+    if not cfg.minutes:  # a run that began with --minutes may continue with --max_steps
+        changed.discard("minutes")
+    if cfg.max_steps > before["max_steps"]:
+        changed.discard("max_steps")
+    values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
+    if is_of_other_code(saved.get("code")) and saved["step"] >= cfg.max_steps:
+        values.append("train_gpt2.py was edited since it finished")
+    if values:
+        raise UserError(f"The run in {cfg.log_dir}/ is another one: {'; '.join(values)}. Change "
+                        "this back, or choose another --log_dir.")
+
+def is_of_other_code(checksum):
+    """Return whether the checksum of code in a checkpoint is not that of the code here."""
+    return checksum not in (None, code_checksum())
+
 class RunFolder:
-    """log_dir, which rank 0 alone writes; checkpoints and pictures by a thread of its own."""
-    def __init__(self, cfg, fingerprint):
-        self.cfg, self.path, self.fingerprint = cfg, Path(cfg.log_dir), fingerprint  # of the data
-        self.starts, self.log = [], None             # for run.json; log.txt: begin() fills both
+    """Writes log_dir, from rank 0 only. Checkpoints and plots are written by a background thread.
+
+    fingerprint: of the training data. lock: from lock_run_folder(), held until this object goes.
+    """
+    def __init__(self, cfg, fingerprint, lock=None):
+        self.cfg, self.path = cfg, Path(cfg.log_dir)
+        self.fingerprint, self.lock = fingerprint, lock
+        self.starts = []          # for run.json: time, step, command, versions of each start
+        self.log = None           # log.txt, once begin() has opened it
         self.thread = ThreadPoolExecutor(max_workers=1)
-        self.saving, self.drawing = None, None       # the last save, the last picture
-        self.saved_step, self.failure = -1, ""       # the step that needs no save; why one failed
-        self.host_copies = {}                        # tensors of the last save
-        if rank() == 0:
-            self.lock = lock_folder(self.path)       # held as long as something refers to it
-            remove_parts(self.path)                  # of saves that were killed
+        self.save_in_progress = None  # a Future, also of a save that is finished
+        self.plot_in_progress = None
+        self.saved_step = -1      # the step of the last save that succeeded
+        self.failure = ""         # why the last save that failed did so
+        self.host_buffers = {}    # memory of the last save, which the next one uses again
 
-    def close(self):
-        self.thread.shutdown()  # waits for a save in progress
-        if self.log:
-            self.log.close()
+    def begin(self, step, continues, warnings=()):
+        """Record this start in run.json, and open log.txt to append from `step` on.
 
-    def begin(self, step, continues):
-        """Rename another run's log.txt and hf, or an outdated hf; note this start; open log.txt."""
+        If log.txt or the export (hf) is there, but is not this run's, it is renamed. So is an
+        export that becomes outdated because the run continues.
+        """
         if rank() != 0:
             return
-        for name in ("hf", "log.txt"):
-            old = self.path / name  # hf, the export, is outdated if its run trains on
-            if old.exists() and (not continues or (name == "hf" and step < self.cfg.max_steps)):
+        outdated = {"hf", "log.txt"} if not continues else set()
+        if step < self.cfg.max_steps:
+            outdated.add("hf")
+        for name in outdated:
+            old = self.path / name
+            if old.exists():
                 old.rename(f"{old}_before_{time.strftime('%Y%m%d-%H%M%S')}")
         if continues and (self.path / "run.json").exists():
             self.starts = read_run(self.path)["starts"]
         self.starts.append({
             "time": time.ctime(), "step": step, "command": sys.argv, "code": code_checksum(),
-            "torch": torch.__version__, "python": sys.version})
+            "torch": torch.__version__, "python": sys.version, "warnings": list(warnings)})
         self.write_run()
         self.log = open_log(self.path / "log.txt", step)
         if continues or self.cfg.init_from == "scratch":
-            self.saved_step = step  # needs no save: it was loaded, or the seed draws it again
+            self.saved_step = step  # it was just loaded, or the seed can draw it again
+
+    def close(self):
+        """Wait for a save in progress, and close log.txt."""
+        self.thread.shutdown()
+        if self.log:
+            self.log.close()
 
     def write_run(self, result=None):
-        """Write run.json: constants, data, starts and, at the end, the run's result."""
+        """Write run.json: constants, data, starts and, at the end of the run, its result."""
         text = json.dumps({"constants": asdict(self.cfg), "data": self.fingerprint,
                            "starts": self.starts, "result": result}, indent=2)
         if rank() == 0:
             write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
     def save(self, state):
-        """Begin to save a step, unless it is saved; training waits only until it is copied."""
-        if rank() != 0 or self.wait_until_saved(state.step):  # waits for the save before it
+        """Start to save a step, unless it is saved. Training waits only until it is copied."""
+        if rank() != 0:
             return
-        with contextlib.suppress(OSError):  # the log of these steps, before their checkpoint
+        self.finish_save()  # it still reads the buffers
+        if self.saved_step == state.step:
+            return
+        with contextlib.suppress(OSError):  # the log of a step is on disk before its checkpoint
             os.fsync(self.log.fileno())
-        content = self.copy_to_host(state.state_dict() | {  # plain types, for weights_only=True
-            "encoding": self.cfg.encoding, "constants": asdict(self.cfg), "data": self.fingerprint,
-            "code": code_checksum()})
-        self.saving = self.thread.submit(self.write_checkpoint, content)
+        content = state.state_dict()
+        check_can_be_saved(content)
+        content |= {"encoding": self.cfg.encoding, "constants": asdict(self.cfg),
+                    "data": self.fingerprint, "code": code_checksum()}
+        content, self.host_buffers = copy_to_host(content, self.host_buffers)
+        self.save_in_progress = self.thread.submit(self.write_checkpoint, content)
 
-    def wait_until_saved(self, step):
-        """Wait for a save in progress, which reads host_copies; return whether `step` is saved."""
-        if self.saving:
-            self.saving.result()
-        return self.saved_step == step
-
-    def copy_to_host(self, content):
-        """content with its tensors copied; one that is in it twice, as tied weights are, once."""
-        old_copies, self.host_copies = self.host_copies, {}
-        def copied(part):
-            if isinstance(part, dict):
-                return {key: copied(value) for key, value in part.items()}
-            if isinstance(part, (list, tuple)):
-                return [copied(value) for value in part]
-            if not torch.is_tensor(part):  # weights_only=True reads no numbers of NumPy's
-                return part.item() if isinstance(part, np.number) else part
-            # finds a tied tensor's copy, and, as weights stay in place, the memory of the last save
-            key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
-            if key not in self.host_copies:
-                memory = old_copies.get(key)
-                memory = torch.empty_like(part, device="cpu") if memory is None else memory
-                self.host_copies[key] = memory.copy_(part)
-            return self.host_copies[key]
-        return copied(content)
+    def finish_save(self):
+        """Wait for a save in progress."""
+        if self.save_in_progress:
+            self.save_in_progress.result()
 
     def write_checkpoint(self, content):
-        """Write, verify, rename; then delete those that need not stay."""
+        """Write and verify a checkpoint, rename it, then delete those that need not be kept."""
         step, start = content["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
             write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
         except (OSError, RuntimeError, UserError) as e:
-            while e.__context__:  # torch.save's RuntimeErrors hide an OSError
+            while e.__context__:  # torch.save raises a RuntimeError that hides an OSError
                 e = e.__context__
             self.failure = first_line(e)
-            print0(f"!!! NOT SAVED at step {step}: {self.failure}. What was saved is still there.")
+            print0(f"!!! NOT SAVED at step {step}: {self.failure}. Earlier checkpoints are kept.")
             return
         self.saved_step, seconds = step, time.perf_counter() - start
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
         self.prune(step)
 
-    def prune(self, step):  # before it only the newest, the best and keep_every's stay
+    def prune(self, step):
+        """Of the checkpoints before this one, keep the newest, the best, one every keep_every."""
         found = find_checkpoints(self.path)
-        older = [old for old in found if old < step]
+        older = [old for old in found if old < step]  # the newest first
         losses = {old: loss for old, loss in read_streams(self.path)["val"] if old in found}
-        stay = {*older[:1], min(losses, key=losses.get, default=None)}  # the newest and the best
-        for old in set(older) - stay:
+        keep = {*older[:1], min(losses, key=losses.get, default=None)}
+        for old in set(older) - keep:
             if not self.cfg.keep_every or old % self.cfg.keep_every:
                 with contextlib.suppress(OSError):
                     found[old].unlink()
 
     def draw(self):
-        """Draw in the background, if matplotlib is installed; a picture that waits is dropped."""
+        """Plot in the background, if matplotlib is installed. Drop a plot that still waits."""
         if rank() == 0 and importlib.util.find_spec("matplotlib"):
-            if self.drawing:
-                self.drawing.cancel()
-            self.drawing = self.thread.submit(draw_curves, self.path)
+            if self.plot_in_progress:
+                self.plot_in_progress.cancel()
+            self.plot_in_progress = self.thread.submit(draw_curves, self.path)
+
+def copy_to_host(content, buffers):
+    """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
+
+    buffers: those of an earlier copy, or {}; their memory is used again, which is faster than new
+    memory. A buffer is found by the address of its tensor. So a tensor that occurs twice, as tied
+    weights do, is copied once, and weights, which stay in place, find the buffer of the last copy.
+    """
+    new_buffers = {}
+
+    def copied(part):
+        if isinstance(part, dict):
+            return {key: copied(value) for key, value in part.items()}
+        if isinstance(part, (list, tuple)):
+            return [copied(value) for value in part]
+        if not torch.is_tensor(part):  # weights_only=True cannot read NumPy's numbers
+            return part.item() if isinstance(part, np.number) else part
+        key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
+        if key not in new_buffers:
+            buffer = buffers.get(key)
+            buffer = torch.empty_like(part, device="cpu") if buffer is None else buffer
+            new_buffers[key] = buffer.copy_(part)
+        return new_buffers[key]
+    return copied(content), new_buffers
+
+def check_can_be_saved(content):
+    """For edits: raise UserError if a checkpoint cannot hold a part of what State returned."""
+    for name, value in content.items():
+        if name in ABOUT_RUN:
+            raise UserError(f"State.{name} has the name of another entry of a checkpoint: rename "
+                            "it.")
+        if (bad := unsavable_part(value)) is not None:
+            raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
+                            "checkpoint cannot hold. Use numbers, strings, tensors, lists of "
+                            "these, or an object that has state_dict() and load_state_dict().")
+
+def unsavable_part(content):
+    """Return the first part of nested content that cannot be read with weights_only=True."""
+    if isinstance(content, dict):
+        content = list(content.values())
+    if isinstance(content, (list, tuple)):
+        bad_parts = (unsavable_part(part) for part in content)
+        return next((bad for bad in bad_parts if bad is not None), None)
+    plain = content is None or isinstance(content, (bool, int, float, str, np.number, torch.Tensor))
+    return None if plain else content
 
 def open_log(path, step):
-    """log.txt to append to, without the lines from `step` on, as these steps come again."""
-    file = open(path, "ab", buffering=0)  # for tail -f
+    """Open log.txt to append, without the lines from `step` on, since these steps come again."""
+    file = open(path, "ab", buffering=0)  # each line is visible at once
     kept = 0  # bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # None: a note of yours
+        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # None: a user's own note
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
         kept += len(line)
     file.truncate(kept)
     return file
 
-def read_run(folder):  # run.json
-    return json.loads(Path(folder, "run.json").read_text())
+# ---- Saving and restoring State: whatever an edit puts there continues after a restart, or is
+# reported
+def content_of(value):
+    """Return what a checkpoint holds of an attribute of State."""
+    if isinstance(value, torch.optim.Optimizer):
+        return value.state_dict() | {"class": type(value).__name__}
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, list):
+        return [content_of(part) for part in value]
+    return value
 
-def read_streams(folder):  # {stream: [(step, value)]} of log.txt
-    path, streams = Path(folder, "log.txt"), defaultdict(list)
-    text = path.read_text(errors="replace") if path.exists() else ""
-    for step, stream, value in re.findall(r"^(\d+) (.+) (-?[\d.]+)$", text, re.M):
-        streams[stream].append((int(step), float(value)))
-    return streams
+def restored(value, content, device):
+    """Return an attribute of State: `value`, as the code made it, brought to `content`."""
+    if isinstance(value, torch.optim.Optimizer):
+        load_optimizer(value, content)
+    elif hasattr(value, "load_state_dict"):
+        if content:  # empty for a GradScaler that was disabled
+            value.load_state_dict(content)
+    elif isinstance(value, list) and any(hasattr(part, "load_state_dict") for part in value):
+        for part, content_of_part in zip(value, content, strict=True):
+            restored(part, content_of_part, device)
+    elif isinstance(content, dict):
+        raise ValueError("State lacks an object that the checkpoint has a state_dict() of")
+    elif torch.is_tensor(content):
+        return content.to(value.device if torch.is_tensor(value) else device)
+    else:
+        return content
+    return value
 
-def find_checkpoints(folder):  # {step: path}, newest first
-    paths = Path(folder).glob("checkpoint_*.pt")
-    numbers = {path: path.stem.removeprefix("checkpoint_") for path in paths}
-    found = {int(number): path for path, number in numbers.items() if number.isdecimal()}
-    return dict(sorted(found.items(), reverse=True))
+def load_optimizer(optimizer, content):
+    """Load the state of an optimizer. Raises ValueError if it is one of another class.
 
-def newest_checkpoint(folder):  # that is undamaged; None if there is none
-    found = find_checkpoints(folder)
-    for path in found.values():
-        try:
-            read_checkpoint(path)
-            return path
-        except UserError as e:
-            print0(f"{e} Trying the one before it.")
-    if found:
-        raise UserError(f"Every checkpoint in {folder}/ is damaged: take another --log_dir.")
+    A number of a group that training has changed since the group was built (a step count, a running
+    estimate) continues. Every other number (betas, momentum, weight decay) is the one in the code.
+    """
+    name = type(optimizer).__name__
+    if content.get("class", name) != name:
+        raise ValueError(f"it has the state of {content['class']}, the code has {name}")
+    built_now = [group["as_built"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(content)
+    for group, now in zip(optimizer.param_groups, built_now):
+        before = group.get("as_built", {})  # older checkpoints lack it: there, all numbers continue
+        for name, value in now.items():
+            if name not in group or (name in before and group[name] == before[name]):
+                group[name] = value
+        group["as_built"] = now
 
-def best_checkpoint(folder):  # the newest; if val rose again, the one where it was lowest
-    newest, found = newest_checkpoint(folder), find_checkpoints(folder)
-    losses = {step: loss for step, loss in read_streams(folder)["val"] if step in found}
-    best, last_validated = min(losses, key=losses.get, default=None), max(losses, default=None)
-    return newest if best == last_validated else found[best]  # val still falls: the newest
-
-def read_checkpoint(path, mmap=True):
-    """The content of a checkpoint. Checks the checksums, which torch ignores."""
-    try:
-        with zipfile.ZipFile(path) as archive:  # torch's format
-            if archive.testzip():
-                raise ValueError("a checksum is wrong")
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-    except Exception as e:  # a damaged file may raise anything
-        raise UserError(f"{path} cannot be read as a checkpoint ({first_line(e)}).") from None
-
-@lru_cache  # main() calls it first: the file may be edited while it trains
-def code_checksum():
-    """Crc32 of this file and encoding_parts(), without comments, Config, SMALL and FINETUNE."""
-    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
-    for node in ast.parse("\n".join(lines)).body:
-        names = [ast.unparse(target) for target in getattr(node, "targets", [])]
-        if {"Config", "SMALL", "FINETUNE"}.intersection([getattr(node, "name", ""), *names]):
-            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    lines += inspect.getsource(encoding_parts).splitlines()
-    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
-    return zlib.crc32("\n".join(filter(None, lines)).encode())
-
-def is_of_other_code(saved):
-    return saved.get("code", code_checksum()) != code_checksum()
-
-def check_same_training(saved, cfg, fingerprint):
-    """Raise UserError if a checkpoint is of another training than cfg's on data like this."""
-    # constants that the run did not know had their defaults; data by content, not by path
-    before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
-    now = asdict(cfg) | {"data": fingerprint}
-    changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
-    if not cfg.minutes:  # a run begun by minutes may go on by --max_steps
-        changed.discard("minutes")
-    if cfg.max_steps > before["max_steps"]:
-        changed.discard("max_steps")
-        print0(f"max_steps was {before['max_steps']}, is {cfg.max_steps}: a new lr schedule.")
-    values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    if is_of_other_code(saved) and saved["step"] >= cfg.max_steps:  # its result is the old code's
-        values.append("train_gpt2.py was edited since it finished")
-    if values:
-        raise UserError(f"The run in {cfg.log_dir}/ is another one: {'; '.join(values)}. Put that "
-                        f"back, or take another --log_dir.")
-
-# ---- setting up: data, checkpoint and model are checked before files of a run change
-def set_up(cfg, device):  # what train() works with; raises UserError
+# ---- Setting up: data, checkpoint and model are checked before any file of the run changes
+def set_up(cfg, device, weights=None):
+    """Return the Run for train(). weights: those of init_from, or None. Raises UserError."""
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
-    if cfg.epochs:
-        cfg.max_steps = 1
-        while rows_before(cfg, cfg.max_steps) < cfg.epochs * train_loader.rows_per_epoch:
-            cfg.max_steps += 1
+    fingerprint, lock = fingerprint_of(train_loader), lock_run_folder(cfg.log_dir)
+    saved = read_newest_checkpoint(cfg.log_dir, device)
+    cfg = resolve_max_steps(cfg, train_loader, saved)
+    if saved:
+        check_same_training(saved, cfg, fingerprint)
+        weights = weights_in_checkpoint(saved, cfg.log_dir)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    folder = RunFolder(cfg, fingerprint_of(train_loader))
-    newest, saved = [newest_checkpoint(folder.path) if rank() == 0 else None], {}
-    if world_size() > 1:  # a shared disk may show ranks different files
-        dist.broadcast_object_list(newest)  # fills the list
-    if newest[0]:
-        # not mapped on a CPU: AdamW keeps these tensors, and Windows deletes no file that is mapped
-        saved = read_checkpoint(newest[0], mmap=device.type != "cpu")
-        if cfg.minutes:  # reckoned when the run began
-            cfg.max_steps = saved["constants"]["max_steps"]
-        check_same_training(saved, cfg, folder.fingerprint)
-    raw_model = build_model(cfg, encoding, saved).to(device)
+    check_weights_fit(weights, cfg, encoding)
+    raw_model = build_model(cfg, encoding, weights).to(device)
     state = build_state(raw_model, cfg, dtype, saved)
     if compiled:
         raw_model.compile()
-    autocast = partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32)
-    ddp_model = raw_model
-    if world_size() > 1:  # 25 MB a bucket, the default, would cut a compiled model into 14 graphs
-        ddp_model = DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)  # no copies
     run = Run(
-        cfg=cfg, state=state, device=device, encoding=encoding, autocast=autocast,
-        ddp_model=ddp_model, train_loader=train_loader, val_loader=val_loader,
+        cfg=cfg, state=state, device=device, encoding=encoding,
+        ddp_model=wrap_in_ddp(raw_model), train_loader=train_loader, val_loader=val_loader,
+        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
         tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
-        hellaswag=hellaswag_questions(cfg, state.eval_model, encoding),
-        folder=folder)
+        questions=hellaswag_questions(cfg, state.eval_model, encoding))
     if cfg.minutes and not saved:
-        cfg.max_steps = steps_that_fit(run)
+        run.cfg = cfg = replace(cfg, max_steps=steps_that_fit(run))
+    run.folder = RunFolder(cfg, fingerprint, lock)
     catch_signals(run.signal_came)
-    folder.begin(state.step, continues=bool(saved))
-    describe(run, dtype, compiled)
-    warn_of_other_loss(run)
-    if is_of_other_code(saved):
-        print0(f"!!! train_gpt2.py was edited: from step {state.step} on, other code continues.")
+    warnings = warnings_about(run, saved)
+    run.folder.begin(state.step, bool(saved), warnings)
+    print0("\n".join([description(run, dtype, compiled, saved),
+                      *(f"!!! {warning}" for warning in warnings)]))
     return run
 
-def model_constants(cfg):
-    return {key: value for key, value in asdict(cfg).items() if key in asdict(GPTConfig())}
+def read_newest_checkpoint(log_dir, device):
+    """Return the content of the newest undamaged checkpoint, or {}. Rank 0 decides which it is."""
+    newest = [newest_checkpoint(log_dir) if rank() == 0 else None]  # a list, to be filled
+    if world_size() > 1:  # processes may see different files on a shared disk
+        dist.broadcast_object_list(newest)
+    if newest[0] is None:
+        return {}
+    # Do not map the file on a CPU: AdamW keeps the tensors, and Windows cannot delete a mapped file
+    return read_checkpoint(newest[0], mmap=device.type != "cpu")
 
-def build_model(cfg, encoding, saved=None):
-    """The GPT to train: new, with init_from's weights, or of a checkpoint's shape."""
-    torch.manual_seed(cfg.seed)
-    constants = model_constants(cfg)
-    if saved:
-        raw_model = GPT(GPTConfig(**constants | saved["gpt_config"] | {"dropout": cfg.dropout}))
-    elif cfg.init_from == "scratch":
-        raw_model = GPT(GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
-                                  n_vocab=encoding.n_vocab, **constants))
-    else:
-        raw_model, _ = load_weights(cfg.init_from, **constants)
-        c = raw_model.config
-        if c.n_vocab != encoding.n_vocab or cfg.T > c.block_size:
-            raise UserError(f"init_from={cfg.init_from} has {c.n_vocab} tokens and a context of "
-                            f"{c.block_size}: change encoding or T.")
-        read_weights.cache_clear()  # or every process would hold them twice
-    # To freeze parts, set requires_grad=False here, where new and continued runs pass
-    return raw_model
+def resolve_max_steps(cfg, train_loader, saved):
+    """Return cfg with the max_steps that `epochs` leads to, or that a run with `minutes` has.
+
+    For a new run with `minutes`, steps_that_fit() measures it later.
+    """
+    if cfg.minutes and saved:
+        return replace(cfg, max_steps=saved["constants"]["max_steps"])
+    if not cfg.epochs:
+        return cfg
+    max_steps = 1
+    while rows_before(cfg, max_steps) < cfg.epochs * train_loader.rows_per_epoch:
+        max_steps += 1  # not a division, as an edited rows_before() may let the batch grow
+    return replace(cfg, max_steps=max_steps)
+
+def check_weights_fit(weights, cfg, encoding):
+    """Raise UserError if given weights have another vocabulary or a shorter context than needed."""
+    if weights is None:
+        return
+    n_vocab, block_size = weights.config["n_vocab"], weights.config["block_size"]
+    if n_vocab != encoding.n_vocab or cfg.T > block_size:
+        raise UserError(f"{weights.source} has {n_vocab} tokens and a context of {block_size}, but "
+                        f"encoding={cfg.encoding} has {encoding.n_vocab} and T={cfg.T}: change "
+                        "--encoding or --T.")
 
 def build_state(raw_model, cfg, dtype, saved):
-    """A new State, or a checkpoint's. Raises UserError."""
+    """Return a new State, or that of a checkpoint. Raises UserError."""
     muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
     optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
     check_parameters(raw_model, optimizers)
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
+    check_can_be_saved(state.state_dict())
     if saved:
         try:
-            state.load_state_dict(saved)
+            state.load_state_dict({name: saved[name] for name in saved.keys() - ABOUT_RUN})
         except (KeyError, RuntimeError, ValueError) as e:  # other names, shapes, groups
             raise UserError(f"The run in {cfg.log_dir}/ does not fit train_gpt2.py ({first_line(e)}"
-                            "): put the code back, or take another --log_dir.") from None
+                            "): put the code back, or choose another --log_dir.") from None
     return state
 
+def wrap_in_ddp(raw_model):
+    """Return the model in DDP if there are several processes, and else the model itself."""
+    if world_size() == 1:
+        return raw_model
+    # With the default of 25 MB per bucket, a compiled model would be cut into 14 graphs.
+    # Gradients are views of the buckets, so that they are not copied
+    return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+
 def check_parameters(raw_model, optimizers):
-    """Raise UserError for a parameter without values, without an optimizer, or with two."""
+    """For edits: raise UserError for a parameter without proper values or without one optimizer."""
     times = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
                     for p in group["params"])
     for name, p in raw_model.named_parameters():
-        if not p.isfinite().all():
+        largest = p.abs().max()
+        if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: give it values.")
+        if largest > PLACEHOLDER / 100:
+            raise UserError(f"{name} was changed, or copied from another weight, before "
+                            "init_weights() drew it. Do this at the end of GPT.__init__, or create "
+                            "its layer without draw_later().")
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
             raise UserError(f"{name} is in {times[id(p)]} groups of optimizers: give it to one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
 def steps_that_fit(run):
-    """How many steps fit into cfg.minutes, by the median of twenty, which are taken back again."""
-    print0(f"Taking twenty steps, to see how many fit into {run.cfg.minutes:g} minutes ...")
-    cfg, before, seconds = run.cfg, run.folder.copy_to_host(run.state.state_dict()), []
+    """Return how many steps fit into cfg.minutes, from the median time of twenty trial steps.
+
+    The trial steps leave no trace: afterwards the state is what it was before.
+    """
+    print0(f"Taking twenty trial steps to find out how many fit into {run.cfg.minutes:g} minutes")
+    cfg, seconds = run.cfg, []
+    before, _ = copy_to_host(run.state.state_dict(), buffers={})
     for _ in range(20):
         start = time.perf_counter()
         loss, _ = train_step(run)
         loss.item()  # waits for the GPU
         seconds.append(time.perf_counter() - start)
     run.state.load_state_dict(before)
-    run.unsaid.clear()
     seconds = sum_over_ranks(torch.tensor(seconds, device=run.device)) / world_size()  # (20,)
     steps = int(60 * cfg.minutes / seconds.median().item())
     if steps <= cfg.warmup_steps:
-        raise UserError(f"Only {steps} steps fit into minutes={cfg.minutes:g}, and warmup_steps="
-                        f"{cfg.warmup_steps}: more --minutes, or fewer --warmup_steps.")
-    print0(f"{steps:,} steps fit into {cfg.minutes:g} minutes; the same again: --max_steps={steps}")
+        raise UserError(f"Only {steps} steps fit into minutes={cfg.minutes:g}, which is not more "
+                        f"than warmup_steps={cfg.warmup_steps}: raise --minutes, or lower "
+                        "--warmup_steps.")
+    print0(f"{steps:,} steps fit into {cfg.minutes:g} minutes. To repeat this run on any machine, "
+           f"use --max_steps={steps}")
     return steps
 
-def describe(run, dtype, compiled):
-    cfg, model, rows = run.cfg, run.state.raw_model, rows_before(run.cfg, 1)
+def description(run, dtype, compiled, saved):
+    """Return the lines that describe a run at its start."""
+    cfg, state, rows = run.cfg, run.state, rows_before(run.cfg, 1)
     epochs = rows_before(cfg, cfg.max_steps) / run.train_loader.rows_per_epoch
     groups = [f"{sum(p.numel() for p in group['params']):,} in {len(group['params'])} tensors by "
               f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0.0)}"
-              for optimizer in run.state.optimizers for group in optimizer.param_groups]
-    print0(f"data      {cfg.data}: {run.folder.fingerprint}\n"
-           f"model     {sum(p.numel() for p in model.parameters()):,} parameters, "
-           f"init_from={cfg.init_from}: {model.config}\n"
-           f"training  {cfg.max_steps:,} steps of {rows * cfg.T:,} tokens, {epochs:.2f} epochs\n"
-           f"trained   {'; '.join(groups)}\n"
-           f"machine   {world_size()} x {run.device.type}, {str(dtype)[6:]}, "
-           f"compile={compiled}, B={cfg.B}\n"
-           f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.state.step} on")
-    if 0 < cfg.max_steps <= run.state.step:
-        print0("This run is finished: validation, samples and export again.")
+              for optimizer in state.optimizers for group in optimizer.param_groups]
+    lines = [
+        f"data      {cfg.data}: {run.folder.fingerprint}",
+        f"model     {sum(p.numel() for p in state.raw_model.parameters()):,} parameters, "
+        f"init_from={cfg.init_from}: {state.raw_model.config}",
+        f"training  {cfg.max_steps:,} steps of {rows * cfg.T:,} tokens, {epochs:.2f} epochs",
+        f"trained   {'; '.join(groups)}",
+        f"machine   {world_size()} x {run.device.type}, {str(dtype).removeprefix('torch.')}, "
+        f"compile={compiled}, B={cfg.B}",
+        f"log       {Path(cfg.log_dir, 'log.txt')}, from step {state.step} on"]
+    if saved and cfg.max_steps > saved["constants"]["max_steps"]:
+        lines.append(f"max_steps was {saved['constants']['max_steps']}, is {cfg.max_steps}: the "
+                     "learning rate follows a new schedule.")
+    if 0 < cfg.max_steps <= state.step:
+        lines.append("This run is finished. It is validated, sampled and exported again.")
+    return "\n".join(lines)
 
-# ---- watching: log.txt is for notebooks, stdout for people
-def report(run, step, stream, value):
-    """A line in log.txt, a point in curves.png, and a word on stdout where a line is printed."""
-    if rank() == 0 and run.folder.log:  # not in steps_that_fit()
+# ---- Monitoring: log.txt is for programs, stdout for people
+def report(run, step, stream, value, note="", always=False):
+    """Append a value to log.txt, from where it is plotted, and print it if a line is due at `step`.
+
+    Lines are due every print_every steps. note: text to print behind the value. always: print it
+    at any step.
+    """
+    if run.folder is None:  # For edits: if train_step() reports something, trial steps do not
+        return
+    write_log(run, step, stream, value)
+    if always or (run.cfg.print_every and step % run.cfg.print_every == 0):
+        print0(f"{step:5d}/{run.cfg.max_steps} {stream} {value:.4f}{note}")
+
+def write_log(run, step, stream, value):
+    """Append a line to log.txt."""
+    if rank() == 0:
         with contextlib.suppress(OSError):  # a full disk
             run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
-    run.unsaid.append(f"{stream} {value:.4f}")
 
-def print_line(run, step, more=""):  # what was reported of a step
-    if run.unsaid:
-        print0(f"{step:5d}/{run.cfg.max_steps} {' '.join(run.unsaid)}{more}")
-    run.unsaid.clear()
+def gather(run, loss, norm):
+    """Return what the processes have: (losses, norms, whether a signal came), three lists.
 
-def over_all_processes(run, loss, norm):
-    """(Mean loss, norm, whether a signal came to one). Waits for the GPU; norms must be equal."""
-    signal_came = torch.full_like(loss, run.signal_came.is_set())  # no copy from the host
+    This is where the CPU waits for the GPU.
+    """
+    signal_came = torch.full_like(loss, run.signal_came.is_set())  # filled on the GPU, not copied
     mine = torch.stack((loss, norm, signal_came))
     everyones = [mine.clone() for _ in range(world_size())]
     if world_size() > 1:
         dist.all_gather(everyones, mine)
-    losses, norms, signals = torch.stack(everyones).T.tolist()
-    # 1e-5 allows for rounding: GPUs of different kinds may sum up in another order
-    if max(norms) - min(norms) > 1e-5 * max(norms):
-        raise UserError(f"In step {run.state.step - 1} gradients have norms from {min(norms):.7g} "
-                        f"to {max(norms):.7g}: processes changed them differently, and would train "
-                        "different models. What is added to gradients must be the same on "
-                        "all; parameters without a gradient, as of an idle expert, need zeros.")
-    return sum(losses) / len(losses), norms[0], max(signals) > 0
+    return torch.stack(everyones).T.tolist()
 
-def check_step(run, loss, norm):  # whether the run still learns
-    scaler = run.state.scaler  # in float16 an infinite norm only skips a step, until its scale is 0
+def add_time(run, seconds):
+    """Count the time of a step. The first one after a start is left out: it is mostly compiling."""
+    run.step_seconds.append(seconds)
+    if len(run.step_seconds) > 1:
+        run.state.minutes += seconds / 60
+
+def check_step(run, losses, norms):
+    """Raise UserError if processes disagree or the model no longer learns; note it in run.json."""
+    failure = disagreement(run, norms) or divergence(run, statistics.fmean(losses), norms[0])
+    if failure:
+        run.folder.write_run({"failed": failure})
+        raise UserError(failure)
+
+def disagreement(run, norms):
+    """Return a message if the processes' gradients have different norms, and else None."""
+    # 1e-5 allows for rounding, since GPUs of different kinds may add in another order
+    if max(norms) - min(norms) > 1e-5 * max(norms):
+        return (f"In step {run.state.step - 1} the gradients of the processes have norms from "
+                f"{min(norms):.7g} to {max(norms):.7g}, so they would train different models. What "
+                "is added to gradients must be the same in all processes, and a parameter that one "
+                "of them does not use (for example an idle expert) needs a gradient of zeros.")
+
+def divergence(run, loss, norm):
+    """Return a message if loss or norm show that the model no longer learns, and else None."""
+    scaler = run.state.scaler
+    # In float16 an infinite norm only skips a step, until the loss scale has fallen to 0
     norm_is_fine = math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() > 0)
     if math.isfinite(loss) and abs(loss) < 1e4 and norm_is_fine:
-        return
-    failure = (
-        f"Step {run.state.step - 1} has loss {loss:g} and gradient norm {norm:g}. Most often "
-        "--max_lr is too high; it may also be the data (ids beyond the vocabulary, zeros), float16,"
-        " an edit, or cuDNN's attention, which TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To go on "
-        f"from before it: --init_from={run.cfg.log_dir}/checkpoint_....pt, another --log_dir.")
-    run.folder.write_run({"failed": failure})
-    raise UserError(failure)
+        return None
+    return (f"Step {run.state.step - 1} has loss {loss:g} and gradient norm {norm:g}. Most often "
+            "--max_lr is too high. Other causes are the data (ids beyond the vocabulary, zeros), "
+            "float16, an edit, or cuDNN's attention, which TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids."
+            " To continue from before this step, use "
+            f"--init_from={run.cfg.log_dir}/checkpoint_....pt and another --log_dir.")
 
 def report_step(run, loss, norm):
+    """Report the loss and the gradient norm of the step that was just taken."""
     cfg, step, seconds = run.cfg, run.state.step - 1, run.step_seconds[-1]
-    report(run, step, "train", loss)
-    if not cfg.print_every or step % cfg.print_every:
-        run.unsaid.clear()
-        return
     rate = (rows_before(cfg, step + 1) - rows_before(cfg, step)) * cfg.T / seconds
-    more = f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms {rate:,.0f} tok/s"
-    # by the median, since a step may have waited for another program
+    # By the median, since a step may have waited for another program
     left = statistics.median(run.step_seconds) * (cfg.max_steps - step - 1)
-    print_line(run, step, f"{more} {datetime.timedelta(seconds=round(left))} left")
+    report(run, step, "train", loss,
+           note=f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "
+                f"{rate:,.0f} tok/s {datetime.timedelta(seconds=round(left))} left")
+    write_log(run, step, "norm", norm)
+    warn_of_slow_steps(run)
 
-def validate(run):  # returns the loss
-    loss = validation_loss(run, run.val_loader)
-    report(run, run.state.step, "val", loss)
-    run.unsaid[-1] += f" ({loss * run.tokens_per_byte / math.log(2):.4f} bits per byte)"
-    report(run, run.state.step, "minutes", run.state.minutes)
-    run.validated_step = run.state.step
+def warn_of_slow_steps(run):
+    """Print one line, once, if CPU steps now take more than twice as long as the fastest one.
+
+    Threads of OpenMP wait for each other. If one of them shares its core with another program, all
+    of them wait: beside one busy process a quick-start step on two cores takes 187 ms instead of
+    35 ms with two threads, and 55 ms with one (tests/measured/step_cpu.txt).
+    """
+    threads, recent = torch.get_num_threads(), list(run.step_seconds)[-20:]
+    if run.told_slow or run.device.type != "cpu" or threads == 1 or len(recent) < 20:
+        return
+    slowdown = statistics.median(recent) / min(run.step_seconds)
+    if slowdown > 2:
+        run.told_slow = True
+        print0(f"Steps take {slowdown:.1f} times as long as the fastest one, probably because "
+               "other programs use the same cores. Stop them, or press Ctrl-C and continue with "
+               f"fewer threads: put OMP_NUM_THREADS={threads - 1} before the same command.")
+
+def validate(run):
+    """Report the validation loss and the minutes of training. Return the loss."""
+    loss, step = validation_loss(run, run.val_loader), run.state.step
+    bits = loss * run.tokens_per_byte / math.log(2)
+    report(run, step, "val", loss, note=f" ({bits:.4f} bits per byte)", always=True)
+    write_log(run, step, "minutes", run.state.minutes)
+    run.validated_step = step
     return loss
 
+def warnings_about(run, saved):
+    """Return what people must know who compare this run with others. run.json keeps it."""
+    warnings = [loss_warning(run)]
+    if saved and is_of_other_code(saved.get("code")):
+        warnings.append(f"train_gpt2.py was edited: from step {run.state.step} on, other code "
+                        "continues this run.")
+    return [warning for warning in warnings if warning]
+
 @torch.no_grad()
-def warn_of_other_loss(run):  # if "val" is not the cross-entropy
+def loss_warning(run):
+    """For edits: return a warning if the model's loss in evaluation is not the cross-entropy."""
     x, y = run.val_loader.batch(0, 1, run.device)
-    with run.autocast(), torch.compiler.set_stance("force_eager"):  # not to compile for one row
+    with run.autocast(), torch.compiler.set_stance("force_eager"):  # do not compile for one row
         logits, loss = run.state.eval_model(x, y)
-    more = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
-    if abs(more) > 1e-4 * max(1.0, loss.item()):
-        print0(f"!!! val is not the cross-entropy of the logits: on one row it is {more:+.6f} "
-               "apart. A term that only training minimises belongs under `if self.training`.")
+    excess = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
+    if abs(excess) > 1e-4 * max(1.0, loss.item()):
+        return ("val is not the cross-entropy of the logits: on one row it differs by "
+                f"{excess:+.6f}. Put a term that only training should minimize under "
+                "`if self.training`.")
 
 def draw_curves(folder):
-    """curves.png of log.txt against tokens: losses in one panel, each other stream in its own."""
-    from matplotlib.figure import Figure  # not pyplot, which wants a display
-    cfg = Config(**read_run(folder)["constants"])
+    """Plot log.txt against tokens as curves.png: losses in one panel, each other stream below."""
+    from matplotlib.figure import Figure  # not pyplot, which needs a display
+    constants = read_run(folder)["constants"]
+    cfg = Config(**{name: constants[name] for name in asdict(Config()).keys() & constants.keys()})
+    unit = "byte" if cfg.encoding == "bytes" else "token"
     streams, panels = read_streams(folder), defaultdict(list)
     streams.pop("minutes", None)
     for name in streams:
-        panels["loss, nats per token" if name in ("train", "val") else name].append(name)
+        panels[f"loss, nats per {unit}" if name in ("train", "val") else name].append(name)
     figure = Figure(figsize=(6.5, 3.7 * len(panels)), layout="constrained")
     for i, (title, names) in enumerate(panels.items()):
         axis = figure.add_subplot(len(panels), 1, i + 1)
         for name in names:
-            n = 1 + len(streams[name]) // 200  # smoothed: each point is the mean of n
+            n = 1 + len(streams[name]) // 200  # smooth the curve: each point is the mean of n
             points = [(rows_before(cfg, step) * cfg.T / 1e6, value)
                       for step, value in streams[name][:len(streams[name]) // n * n]]
             tokens, values = np.reshape(points, (-1, n, 2)).mean(axis=1).T
             axis.plot(tokens, values, label=f"{name}, now {values[-1]:.3f}")
-            if name == "train":  # cuts the high first steps off
+            if name == "train":  # cut off the high losses of the first steps
                 axis.set_ylim(top=1.05 * np.percentile(values, 95))
         axis.set(xlabel="million tokens", ylabel=title)
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
 
-# All but cuDNN's attention, which plans up to half a second for each new length of a sample
+# Without cuDNN's attention, which plans up to half a second for each new length of a sample
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(model, encoding, cfg, seed):
-    """sample_prompt and how the model continues it, up to where it ends the text."""
+    """Return sample_prompt and the model's continuation, up to where the model ends the text."""
     device = next(model.parameters()).device
     prompt = encoding.encode_ordinary(cfg.sample_prompt) or [encoding.eot_token]
     tokens = model.generate(
@@ -1324,162 +1833,111 @@ def sample_text(model, encoding, cfg, seed):
     return encoding.decode_bytes(tokens).decode("utf-8", errors="backslashreplace")
 
 def print_sample(run):
+    """Print a sample of eval_model."""
     if rank() == 0:
         cfg, state = run.cfg, run.state
         with run.autocast():
             text = sample_text(state.eval_model, run.encoding, cfg, seed=cfg.seed + state.step)
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
-def sample_only(cfg, device):
-    """--sample=N: print N samples of the weights in log_dir, or of init_from's."""
-    name = best_checkpoint(cfg.log_dir) if cfg.init_from == "scratch" else cfg.init_from
-    if name is None:
-        raise UserError(f"log_dir={cfg.log_dir} holds no weights: train, or take --init_from.")
-    model, encoding = load_weights(str(name), **model_constants(cfg))
-    encoding = encoding or get_encoding(cfg.encoding)
-    print0(f"Samples of {name}:")
+def sample_only(cfg, device, weights):
+    """Print `sample` samples of given weights."""
+    model = GPT.from_pretrained(weights, **model_constants(cfg)).to(device)
+    encoding = get_encoding(cfg.encoding)
+    if is_of_other_code(weights.code):
+        print0(f"!!! {weights.source} was written by other code.")
+    print0(f"Samples of {weights.source}:")
     for i in range(cfg.sample):
-        print0(sample_text(model.to(device), encoding, cfg, seed=cfg.seed + i) + "\n---")
+        print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 
 def hellaswag_questions(cfg, model, encoding):
+    """Return HellaSwag's questions as rows of tokens, or None if they are off or not available."""
     if cfg.hellaswag_every:
         import hellaswag
         return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
 
-def hellaswag_score(run):  # acc_norm
+def hellaswag_score(run):
+    """Return HellaSwag's acc_norm of eval_model."""
     import hellaswag
     with run.autocast():
-        return hellaswag.evaluate(run.state.eval_model, run.hellaswag).acc_norm
+        return hellaswag.evaluate(run.state.eval_model, run.questions).acc_norm
 
-# ---- the end of a run: its last step saved, its best weights exported, its result
-def finish(run):
-    """End the run: save it and, unless a signal came, leave its best weights in log_dir/hf."""
+# ---- The end of a run: its last step is saved, its best weights are exported, its result recorded
+def finish(run, stopped):
+    """Save the last step. Unless a signal stopped the run, export it and record its result."""
     cfg, step = run.cfg, run.state.step
-    left_early = step < cfg.max_steps and not run.stopping  # by a break that you added to train()
-    if left_early and run.validated_step != step:
+    # For edits: a `break` that you add to train() ends a run before max_steps
+    ended_by_break = step < cfg.max_steps and not stopped
+    if ended_by_break and run.validated_step != step:
         validate(run)
-        print_line(run, step)
     run.folder.save(run.state)
-    if rank() == 0 and not run.folder.wait_until_saved(step):
-        raise UserError(f"Step {step} is not saved ({run.folder.failure}): make room, and the same "
-                        "command continues.")
-    if run.stopping:
-        print0(f"Stopped by a signal after {step} steps; the same command continues there.")
+    run.folder.finish_save()
+    if rank() == 0 and run.folder.saved_step != step:
+        raise UserError(f"Step {step} is not saved ({run.folder.failure}): free some space, and "
+                        "start the same command again.")
+    if stopped:
+        print0(f"Stopped by a signal after {step} steps. The same command continues the run.")
     elif rank() == 0:
         export(run)
-        if left_early:
-            print0(f"Left after {step} of {cfg.max_steps} steps; the same command continues there.")
+        if ended_by_break:
+            print0(f"Ended after {step} of {cfg.max_steps} steps. The same command continues the "
+                   "run.")
         elif cfg.max_steps:
-            print0(f"Done. Samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
-                   "To train on: a larger --max_steps.")
-        show_result(run)
+            print0(f"Done. For samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
+                   "To train on, raise --max_steps.")
+        result = result_of(run)
+        run.folder.write_run(result)
+        print_result(result)
 
-def show_result(run):
-    """Print the result, with each stream's last value, and keep it in run.json."""
+def result_of(run):
+    """Return the result of a run by name: the last value of each stream, and totals."""
     cfg, state, streams = run.cfg, run.state, read_streams(run.folder.path)
     result = {stream: points[-1][1] for stream, points in streams.items()}
     if "val" in result:
         bits = result["val"] * run.tokens_per_byte / math.log(2)
         step, loss = min(streams["val"], key=lambda point: point[1])
         result |= {"bits_per_byte": round(bits, 6), "lowest_val": loss, "lowest_step": step}
-    result |= {"steps": state.step, "tokens": rows_before(cfg, state.step) * cfg.T,
+    result |= {"steps": state.step, "tokens": state.tokens,
                "parameters": sum(p.numel() for p in state.raw_model.parameters())}
     if run.step_seconds:
-        tokens = result["tokens"] - rows_before(cfg, state.step - 1) * cfg.T  # of the last step
-        result["tokens_per_second"] = round(tokens / statistics.median(run.step_seconds))
+        last = (rows_before(cfg, state.step) - rows_before(cfg, state.step - 1)) * cfg.T
+        result["tokens_per_second"] = round(last / statistics.median(run.step_seconds))
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    run.folder.write_run(result)
-    print0("\n".join(f"{name:17} {value}" for name, value in result.items()))
+    warnings = dict.fromkeys(warning for start in run.folder.starts
+                             for warning in start.get("warnings", []))
+    return result | ({"warnings": list(warnings)} if warnings else {})
+
+def print_result(result):
+    """Print a result, one name and value per line, and its warnings last."""
+    lines = [f"{name:17} {value}" for name, value in result.items() if name != "warnings"]
+    print0("\n".join(lines + [f"!!! {warning}" for warning in result.get("warnings", [])]))
 
 def export(run):
-    """Leave the best weights in log_dir/hf; a model that is no GPT-2 any more only gets a line."""
+    """Export the best weights to log_dir/hf. If that is not possible, print the reason."""
     path = run.folder.path
     try:
         model, best = run.state.eval_model, best_checkpoint(path)
-        if best:  # None if nothing is saved: a new model with max_steps=0
-            model, _ = load_weights(str(best), **model_constants(run.cfg))
+        if best:  # None: a new model with max_steps=0, of which nothing is saved
+            model = GPT.from_pretrained(best, **model_constants(run.cfg))
         save_hugging_face(model, path / "hf", run.encoding)
-        print0(f"exported {best or 'the model'} to {path / 'hf'}/, for transformers, hellaswag.py")
-    except Exception as e:  # transformers may be missing, too
+        print0(f"exported {best or 'the model'} to {path / 'hf'}/, for transformers and "
+               "hellaswag.py")
+    except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {first_line(e)}.")
 
-# ---- Hugging Face: weights come from its GPT-2 and go to it if it computes what ours does
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) there, (out, in) here
-
-@lru_cache(maxsize=1)  # settings and model ask for the same
-def read_weights(name):
-    """({constant of GPTConfig: value}, the encoding's name or None, a state_dict) of a .pt file, a
-    run's folder, a Hugging Face folder, or a name on the hub. Raises UserError."""
-    if name.endswith(".pt") or find_checkpoints(name):
-        path = name if name.endswith(".pt") else best_checkpoint(name)
-        content = read_checkpoint(path)
-        if is_of_other_code(content):
-            print0(f"!!! {path} was written by other code.")
-        config, encoding, weights = content["gpt_config"], content["encoding"], content["model"]
-    else:
-        raw_model = load_hugging_face(name)
-        config, weights = asdict(raw_model.config), raw_model.state_dict()
-        encoding = {257: "bytes", 50257: "gpt2"}.get(config["n_vocab"])
-    config.pop("dropout", None)  # of a training, not of weights
-    return config, encoding, weights
-
-def load_weights(name, **constants):
-    """(GPT, its encoding) of what read_weights() reads; constants: what it lacks, as dropout."""
-    config, encoding, weights = read_weights(name)
-    raw_model = GPT(GPTConfig(**constants | config))
-    own = raw_model.state_dict()
-    if missing := own.keys() - weights.keys():
-        print0(f"!!! {name} lacks {min(missing)}: {len(missing)} tensor(s) begin as in the code.")
-    try:
-        raw_model.load_state_dict(own | weights)
-    except RuntimeError as e:  # other names, other shapes
-        raise UserError(f"{name} does not fit train_gpt2.py ({first_line(e)}).") from None
-    return raw_model, get_encoding(encoding) if encoding else None
-
-@torch.no_grad()
-def check_same_function(ours, hf, end_of_text):  # on the CPU; ValueError if logits differ
-    c = ours.config
-    idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = end_of_text  # a model edited to mask across texts then differs
-    theirs = hf.float().eval()(idx).logits
-    differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
-    if not differences.max() < 1e-3:  # NaN, too
-        raise ValueError(f"logits differ by {differences.max():.1%}")
-
-def load_hugging_face(name):
-    """The GPT in a folder or repository of transformers."""
-    try:
-        import transformers
-        transformers.logging.disable_progress_bar()
-        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
-        c = hf.config
-        raw_model = GPT(GPTConfig(
-            block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
-            n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
-        source, target = hf.state_dict(), raw_model.state_dict()
-        if unmatched := sorted([*info["missing_keys"], *source.keys() - target.keys()]):
-            raise ValueError(f"{unmatched[0]} is not in both models")
-        for key, weight in source.items():
-            weight = weight.t() if key.endswith(TRANSPOSED) else weight
-            target[key][:len(weight)] = weight  # written into raw_model; its embedding is longer
-        check_same_function(raw_model, hf, end_of_text=c.vocab_size - 1)
-    except Exception as e:  # files and networks may raise anything
-        raise UserError(f"init_from={name} is no .pt file, no run's folder, and cannot be loaded as "
-                        f"a GPT-2 of Hugging Face, as gpt2 is ({first_line(e)}).") from None
-    return raw_model
-
+# ---- Hugging Face: a model is exported only if transformers computes the same logits
 def save_hugging_face(raw_model, folder, encoding=None):
-    """Write a folder that transformers loads, if it computes the same; with its tokenizer."""
+    """Write a folder that transformers loads, with the tokenizer. Raises UserError."""
     import transformers
     c = raw_model.config
     end = encoding.eot_token if encoding else c.n_vocab - 1
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
         n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
-        n_ctx=c.block_size))  # which llama.cpp's converter asks for
-    hf.generation_config.max_length = c.block_size  # or a pipeline goes beyond it
-    ours, weights = GPT(c), {}  # on the CPU, and not compiled
+        n_ctx=c.block_size))  # llama.cpp's converter asks for n_ctx
+    hf.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
+    ours, weights = GPT(c), {}  # a copy on the CPU that is not compiled
     ours.load_state_dict(raw_model.state_dict())
     for key, weight in ours.state_dict().items():
         if key in ("transformer.wte.weight", "lm_head.weight"):
@@ -1490,7 +1948,8 @@ def save_hugging_face(raw_model, folder, encoding=None):
         check_same_function(ours, hf, end)
         tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
     except (RuntimeError, ValueError) as e:
-        raise UserError(f"transformers would compute something else ({first_line(e)})") from None
+        raise UserError("transformers would compute something else "
+                        f"({first_line(e)})") from None
     transformers.logging.disable_progress_bar()
     hf.save_pretrained(folder, max_shard_size="50GB")  # in one file
     if encoding:

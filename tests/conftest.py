@@ -226,7 +226,7 @@ def assert_same(a, b):
     """Two checkpoints' contents are the same bit for bit; their folders may differ."""
     import torch
     assert a.keys() == b.keys() and (a["encoding"], a["data"]) == (b["encoding"], b["data"])
-    for key in ("step", "gpt_config", "model", "scaler"):
+    for key in ("step", "tokens", "gpt_config", "raw_model", "eval_model", "scaler"):
         torch.testing.assert_close(a[key], b[key], rtol=0, atol=0)
     for one, other in zip(a["optimizers"], b["optimizers"], strict=True):
         assert one["param_groups"] == other["param_groups"]

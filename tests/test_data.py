@@ -1,5 +1,6 @@
 """The data of a step is a pure function of (seed, row number); shards stay on the disk."""
 import contextlib
+import dataclasses
 import pickle
 from unittest import mock
 
@@ -42,10 +43,10 @@ def test_later_epochs_cut_a_text_at_other_places():
     assert [*epochs[0]] == [*range(0, 992, T)]
     assert all((np.diff(starts[1:]) == T).all() for starts in epochs)
     assert [starts[1] for starts in epochs] == [8, 4, 7, 2]  # far apart
-    cfg = t.Config(data=t.__file__, T=T)
-    for cfg.shuffle in (True, False):
+    for shuffle in (True, False):
+        cfg = t.Config(data=t.__file__, T=T, shuffle=shuffle)
         train, val = t.open_data(cfg, t.get_encoding("bytes"))
-        assert (train.recut, val.recut) == (cfg.shuffle, False)
+        assert (train.recut, val.recut) == (shuffle, False)
 
 def test_the_order_never_changes_between_versions(tmp_path):
     """A run begun with an older NumPy or an older copy of the script continues with its rows."""
@@ -119,7 +120,7 @@ def test_each_loader_has_its_order(tmp_path, monkeypatch):
         assert [path.stem[-1] for path in loader.shards] == list("0123")
     assert (train.seed, train.shuffle, val.shuffle) == (7, True, False)
     assert train.n_vocab == val.n_vocab == 990 and not train.recut
-    cfg.shuffle = False
+    cfg = dataclasses.replace(cfg, shuffle=False)
     assert t.open_data(cfg, encoding)[0].shuffle is False
 
 def test_an_id_beyond_the_vocabulary_names_its_shard(tmp_path):
@@ -166,5 +167,5 @@ def test_shards_are_of_the_encoding_that_their_manifest_names(tmp_path):
     cfg, encoding = t.Config(data=str(tmp_path), T=T), mock.Mock(n_vocab=100_277)
     with pytest.raises(t.UserError, match="need --encoding=cl100k_base, not gpt2"):
         t.open_data(cfg, encoding)
-    cfg.encoding = "cl100k_base"
+    cfg = dataclasses.replace(cfg, encoding="cl100k_base")
     assert t.open_data(cfg, encoding)[0].read(0, 1).min() >= 70_000

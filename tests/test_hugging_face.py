@@ -2,6 +2,7 @@
 import dataclasses
 import json
 import os
+import re
 from unittest import mock
 
 import pytest
@@ -50,7 +51,7 @@ def test_loads_every_shape(n_layer, n_head, n_vocab, dtype, tmp_path, request):
         request.getfixturevalue("gpt2_encoding")
     hf = hf_model(n_layer=n_layer, n_head=n_head, n_embd=2 * n_head, vocab_size=n_vocab).to(dtype)
     hf.save_pretrained(tmp_path, max_shard_size="100KB")
-    model, _ = t.load_weights(str(tmp_path), dropout=0.3)
+    model = t.GPT.from_pretrained(tmp_path, dropout=0.3)
     assert model.config == t.GPTConfig(32, t.padded(n_vocab), n_layer, n_head, 2 * n_head, n_vocab,
                                        dropout=0.3)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
@@ -138,12 +139,13 @@ def test_trains_from_a_folder(trained):
     with torch.no_grad():
         loss = torch.nn.functional.cross_entropy(trained.hf(x).logits.flatten(0, 1), y.flatten())
     assert abs(read_log(trained.folder / "log")[0, "val"] - loss.item()) < 1e-4
-    last, encoding = t.load_weights(f"{trained.folder}/log/checkpoint_00004.pt")
-    assert (last.config.block_size, encoding.n_vocab) == (48, 257)
+    weights = t.read_weights(f"{trained.folder}/log/checkpoint_00004.pt")
+    last = t.GPT.from_pretrained(weights)
+    assert (last.config.block_size, weights.encoding) == (48, "bytes")
     assert not torch.equal(last.transformer.ln_f.bias, trained.hf.transformer.ln_f.bias)
     assert_same_weights(t.load_hugging_face(trained.folder / "log" / "hf"), last)
     given = {"data": f"{trained.folder}/text.txt", "log_dir": f"{trained.folder}/log"}
-    assert t.choose_settings(given | {"init_from": "gone"})[0].n_embd == 16  # it needs no start/
+    assert t.resolve_config(given | {"init_from": "gone"})[0].n_embd == 16  # it needs no start/
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained.folder / "log" / "hf")
     assert tokenizer("Grüße")["input_ids"] == [*"Grüße".encode()]  # it loads without files, too
     for words in ("FINETUNE", "init_from=start", "4 steps of 256 tokens, 0.02 epochs",
@@ -166,8 +168,9 @@ def test_samples_of_the_newest_weights(trained):
     assert sampled() == out
     assert all(sampled(**{name: value}) != out
                for name, value in (("seed", 2), ("temperature", 0.1), ("top_k", 1)))
-    for name in ("log/hf", "log/checkpoint_00004.pt", "log"):
-        assert sampled(name, init_from=name, log_dir="none") == out
+    for name, file in (("log/hf", "log/hf"), *[(x, "log/checkpoint_00004.pt") for x in (
+            "log/checkpoint_00004.pt", "log")]):
+        assert sampled(file, init_from=name, log_dir="none") == out
     assert {path: path.read_bytes() for path in trained.folder.glob("log/*.*")} == before
     assert not (trained.folder / "none").exists()
     assert sampled(sample_prompt="").startswith("<|endoftext|>")
@@ -218,19 +221,21 @@ def test_weights_of_a_model_without_what_an_edit_added(tmp_path, monkeypatch, ca
     wider = dataclasses.make_dataclass("Wider", [("width", int, 4)], bases=(t.GPTConfig,))
     monkeypatch.setattr(t, "GPTConfig", wider)
     monkeypatch.setattr(t.CausalSelfAttention, "__init__", __init__)
-    weights = t.load_weights(str(tmp_path), width=5)[0].state_dict()
-    assert f"!!! {tmp_path} lacks transformer.h.0.attn.gate: 2 tensor" in capsys.readouterr().out
+    weights = t.GPT.from_pretrained(tmp_path, width=5).state_dict()
+    best = tmp_path / "checkpoint_00001.pt"
+    assert f"!!! {best} lacks transformer.h.0.attn.gate. 2 tensor" in capsys.readouterr().out
     assert weights["transformer.h.1.attn.gate"].tolist() == [0.5] * 5
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
 
 BAD_NAMES = {  # name: (what differs, what the line must hold)
-    "context too short": (dict(init_from="start", T=64), ["init_from=start", "48", "T"]),
+    "context too short": (dict(init_from="start", T=64), ["start has 257", "48", "T=64"]),
     "another vocabulary": (dict(init_from="other.pt"), ["other.pt", "300"]),
     "weights of another model": (dict(init_from="extra.pt"), ["extra.pt does not fit", "new_gain"]),
     "damaged .pt": (dict(init_from="bad.pt"), ["train_gpt2.py: bad.pt cannot be read", "zip"]),
-    "unreachable hub": (dict(init_from="gpt2-medium"), ["gpt2-medium is no", "connect to"]),
+    "unreachable hub": (dict(init_from="gpt2-medium"), ["gpt2-medium is neither", "connect to"]),
     "neither here nor there": (dict(init_from="gtp2"),
-                               ["gtp2 is no .pt file, no run", "Hugging Face"]),
+                               ["gtp2 is neither a .pt file nor a run", "Hugging Face"]),
+    "nanoGPT's word for continuing": (dict(init_from="resume"), ["resume is not needed", "log_d"]),
     "nothing to sample": (dict(sample=1), ["log_dir=bad holds no weights", "--init_from"])}
 
 @pytest.mark.parametrize("name", BAD_NAMES)
@@ -242,4 +247,5 @@ def test_a_bad_name_is_a_line(name, trained):
     run = forked(trained.folder, **dict(log_dir="bad") | changes)
     assert run.wait() == 1
     one_line(run.err.splitlines(keepends=True)[-1], *expected)  # after a bar of transformers'
-    assert ("other.pt was written by other code" in run.out) == (name == "another vocabulary")
+    told = bool(re.search(r"other.pt decides .* written by other code", run.out))
+    assert told == (name == "another vocabulary")

@@ -67,7 +67,11 @@ def test_loss_is_that_of_logits_without_the_padding(monkeypatch, left_out, smoot
     model, idx, targets = shake(small()), ids(), ids(seed=1)
     model.lm_head.weight.data[257:] += 1  # whatever stands in the padding must not matter
     targets.view(-1)[:left_out] = -100
-    logits = F.linear(model.hidden(idx), model.lm_head.weight[:257]).flatten(0, 1)[left_out:]
+    final = []  # what the last norm returns, (B, T, C)
+    hook = model.transformer.ln_f.register_forward_hook(lambda *args: final.append(args[-1]))
+    model(idx)
+    hook.remove()
+    logits = F.linear(final[0], model.lm_head.weight[:257]).flatten(0, 1)[left_out:]
     cut = F.cross_entropy(logits, targets.flatten()[left_out:])
     expected, expected_grads = loss_and_gradients(model, cut)
     nothing, loss = model(idx, targets, return_logits=False)

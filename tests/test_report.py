@@ -81,7 +81,7 @@ def step_399(monkeypatch, *others, float16=False):
     monkeypatch.setattr(t.dist, "all_gather", lambda everyones, mine: everyones.__setitem__(
         slice(None), [mine, *map(torch.tensor, others)]))
     run = MagicMock(cfg=t.Config(max_steps=1000, total_batch_size=2000, T=10, max_lr=7.15e-4),
-                    unsaid=[], step_seconds=deque([1.0, 1.0, 90.0, 1.0, 2.0]))
+                    step_seconds=deque([1.0, 1.0, 90.0, 1.0, 2.0]))
     run.state.step = 400
     run.signal_came.is_set.return_value = False
     run.state.scaler.is_enabled.return_value = float16
@@ -95,24 +95,52 @@ def test_the_numbers_of_a_step(monkeypatch, capsys):
     t.report(run, 399, "gate", 0.5)
     t.report_step(run, 2.5, 0.75)
     assert capsys.readouterr().out == (
-        "  399/1000 gate 0.5000 train 2.5000 lr 4.00e-04 norm 0.75 2000 ms 1,000 tok/s 0:10:00 "
-        "left\n")
+        "  399/1000 gate 0.5000\n"
+        "  399/1000 train 2.5000 lr 4.00e-04 norm 0.75 2000 ms 1,000 tok/s 0:10:00 left\n")
     written = [call.args[0] for call in run.folder.log.write.call_args_list]
-    assert written == [b"399 gate 0.500000\n", b"399 train 2.500000\n"]
-    run.cfg.print_every, run.folder.log.write.side_effect = 2, OSError("No space left")
+    assert written == [b"399 gate 0.500000\n", b"399 train 2.500000\n", b"399 norm 0.750000\n"]
+    run.folder.log.write.side_effect = OSError("No space left")
+    for every in (2, 0):
+        run.cfg = dataclasses.replace(run.cfg, print_every=every)
+        t.report_step(run, 2.5, 0.75)
+        assert capsys.readouterr().out == ""
+        t.report(run, 399, "val", 2.5, note=" (bits)", always=True)
+        assert capsys.readouterr().out == "  399/1000 val 2.5000 (bits)\n"
+
+def test_one_line_tells_of_steps_that_became_slow(monkeypatch, capsys):
+    """It names the cause and the remedy, and is printed once per start."""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    run = step_399(monkeypatch)
+    run.device, run.told_slow = torch.device("cpu"), False
+    run.step_seconds = deque([0.04] * 20 + [0.07] * 20)
+    t.warn_of_slow_steps(run)
+    run.step_seconds.extend([0.1] * 9)  # fewer than half of the last twenty
+    t.warn_of_slow_steps(run)
+    assert capsys.readouterr().out == "" and not run.told_slow
+    run.step_seconds.extend([0.1] * 2)
+    for device, threads in (("cuda", 2), ("cpu", 1)):
+        run.device = torch.device(device)
+        monkeypatch.setattr(torch, "get_num_threads", lambda: threads)  # noqa: B023
+        t.warn_of_slow_steps(run)
+    assert capsys.readouterr().out == ""
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     t.report_step(run, 2.5, 0.75)
-    t.print_line(run, 400)
-    assert capsys.readouterr().out == "" and not run.unsaid
+    t.report_step(run, 2.5, 0.75)
+    slow = [line for line in capsys.readouterr().out.splitlines() if "train" not in line]
+    assert len(slow) == 1 and "2.5 times as long" in slow[0] and "OMP_NUM_THREADS=1" in slow[0]
 
 def test_processes_agree_on_a_step(monkeypatch):
     """The loss is of all their rows; a signal to one stops all, or they would wait for it. Where
     their gradients differ, they train models that nobody has."""
     mine = torch.tensor(2.5), torch.tensor(0.75)
-    assert t.over_all_processes(step_399(monkeypatch), *mine) == (2.5, 0.75, False)
+    assert t.gather(step_399(monkeypatch), *mine) == [[2.5], [0.75], [0]]
     run = step_399(monkeypatch, (3.5, 0.7500001, 1.0), (6.0, 0.75, 0.0))
-    assert t.over_all_processes(run, *mine) == (4.0, 0.75, True)
+    losses, norms, signals = t.gather(run, *mine)
+    assert losses == [2.5, 3.5, 6.0] and signals == [0, 1, 0]
+    t.check_step(run, losses, norms)
     with pytest.raises(t.UserError, match="step 399 .*0.75 .*0.7501.* different models"):
-        t.over_all_processes(step_399(monkeypatch, (2.5, 0.7501, 0.0)), *mine)
+        t.check_step(run, losses, [0.75, 0.7501, 0.75])
+    assert "different models" in run.folder.write_run.call_args.args[0]["failed"]
 
 @pytest.mark.parametrize("loss, norm, float16, ends", [
     (1.0, math.inf, "fine", False), (1.0, math.nan, "fine", False), (math.nan, 1.0, "fine", True),
@@ -126,21 +154,20 @@ def test_what_ends_a_run(monkeypatch, loss, norm, float16, ends):
     suspects = ["--max_lr", "vocabulary", "zeros", "float16", "edit", "CUDNN", "--init_from=log/"]
     said = f"Step 399 has loss {loss:g} and .* norm {norm:g}.*" + ".*".join(suspects)
     with pytest.raises(t.UserError, match=said) if ends else contextlib.nullcontext():
-        t.check_step(run, loss, norm)
+        t.check_step(run, [loss], [norm])
     assert bool(run.folder.write_run.call_args_list) == ends  # {"failed": ...}, for run.json
 
-def test_the_first_lines_count_epochs_and_what_is_trained(capsys):
+def test_the_first_lines_count_epochs_and_what_is_trained():
     """An edit that freezes a part, or lets it decay, shows."""
     model, cfg = small(), t.Config(max_steps=10, total_batch_size=4096, T=1024)
-    run = MagicMock(cfg=cfg, said=[])
+    run = MagicMock(cfg=cfg)
     run.train_loader.rows_per_epoch, run.state.step = 16, 10
     run.state.raw_model, run.state.optimizers = model, t.configure_optimizers(model, cfg)
-    t.describe(run, torch.float32, compiled=False)
-    out = capsys.readouterr().out
+    out = t.description(run, torch.float32, compiled=False, saved={})
     matrices = [p for p in model.parameters() if p.dim() > 1]
     assert "10 steps of 4,096 tokens, 2.50 epochs" in out and "This run is finished" in out
     assert re.search(r"(\S+) in 10 tensors by AdamW with decay 0.1; 896 in 18 tensors by AdamW "
-                     "with decay 0.0\n", out)[1] == f"{sum(p.numel() for p in matrices):,}"
+                     "with decay 0.0$", out, re.M)[1] == f"{sum(p.numel() for p in matrices):,}"
 
 def test_only_the_newest_drawing_waits(tmp_path, monkeypatch):
     """A save that takes long would be followed by a picture for each evaluation meanwhile."""
