@@ -522,8 +522,9 @@ class State:
     def load_state_dict(self, saved):
         """Restore what state_dict() returned. An attribute that it lacks keeps its first value."""
         device = next(self.raw_model.parameters()).device
-        for name in saved.keys() - {"eval_model", "gpt_config"}:
-            setattr(self, name, restored(getattr(self, name, None), saved[name], device))
+        for name, content in saved.items():
+            if name not in ("eval_model", "gpt_config"):
+                setattr(self, name, restored(getattr(self, name, None), content, device))
         # For edits: an average that is new in the code begins at the weights of the checkpoint
         self.eval_model.load_state_dict(saved["eval_model"])
 
@@ -1593,7 +1594,8 @@ def build_state(raw_model, cfg, dtype, saved):
     check_can_be_saved(state.state_dict())
     if saved:
         try:
-            state.load_state_dict({name: saved[name] for name in saved.keys() - ABOUT_RUN})
+            state.load_state_dict({name: content for name, content in saved.items()
+                                   if name not in ABOUT_RUN})
         except (KeyError, RuntimeError, ValueError) as e:  # other names, shapes, groups
             raise UserError(f"The run in {cfg.log_dir}/ does not fit train_gpt2.py ({first_line(e)}"
                             "): put the code back, or choose another --log_dir.") from None

@@ -1,4 +1,5 @@
 """The script is made to be changed: an edit works, or is told; it is never silently wrong."""
+import collections
 import copy
 import dataclasses
 import json
@@ -9,6 +10,7 @@ import signal
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import (
@@ -47,6 +49,50 @@ def in_attention(arrange, add):
         real(self, config)
         add(self, config)
     real, arrange.t.CausalSelfAttention.__init__ = arrange.t.CausalSelfAttention.__init__, __init__
+
+def edit_block(arrange, act):
+    """act(block) at the end of Block.__init__."""
+    def __init__(self, config):
+        real(self, config)
+        act(self)
+    real, arrange.t.Block.__init__ = arrange.t.Block.__init__, __init__
+
+def scale_projection(block):
+    with torch.no_grad():
+        block.mlp.c_proj.weight.mul_(0.1)
+
+def normalize_weight(block):
+    torch.nn.utils.parametrizations.weight_norm(block.mlp.c_fc)
+
+def replace_weight_by_a_copy(block):
+    block.mlp.c_proj.weight = torch.nn.Parameter(block.mlp.c_proj.weight.clone() * 0.05)
+
+@pytest.mark.parametrize("edit, name", [
+    (scale_projection, "h.0.mlp.c_proj.weight"), (replace_weight_by_a_copy, "h.0.mlp.c_proj.weight"),
+    (normalize_weight, "h.0.mlp.c_fc.parametrizations.weight.original0")])
+def test_a_weight_that_is_changed_or_copied_before_it_is_drawn_is_reported(monkeypatch, edit, name):
+    """Such an edit would have no effect, or another one than it seems to have."""
+    monkeypatch.setattr(t.Block, "__init__", t.Block.__init__)
+    edit_block(SimpleNamespace(t=t), edit)
+    with pytest.raises(t.UserError, match=rf"{name} was changed, or copied .* init_weights"):
+        t.build_state(small(), t.Config(), torch.float32, {})
+
+def test_weights_change_at_the_end_of_the_constructor(monkeypatch):
+    """That is where the message says to change them. An untied output matrix is drawn, too."""
+    before = small().state_dict()
+    def __init__(self, config):
+        real(self, config)
+        with torch.no_grad():
+            self.transformer.h[0].mlp.c_proj.weight.mul_(0.1)
+        self.lm_head.weight = torch.nn.Parameter(self.transformer.wte.weight.clone())
+    real = t.GPT.__init__
+    monkeypatch.setattr(t.GPT, "__init__", __init__)
+    model = small()
+    name = "transformer.h.0.mlp.c_proj.weight"
+    assert torch.equal(model.state_dict()[name], before[name] * 0.1)
+    assert torch.equal(model.lm_head.weight, model.transformer.wte.weight)
+    assert model.lm_head.weight is not model.transformer.wte.weight
+    t.build_state(model, t.Config(), torch.float32, {})
 
 def gain_of_queries(attention, config):
     attention.q_gain = torch.nn.Parameter(torch.ones(config.n_embd))
@@ -156,6 +202,14 @@ def test_what_counts_as_other_code(tmp_path, monkeypatch):
             ("state.step += 1", "state.step += 2", False),
             ("        kept += len(line)\n", "    kept += len(line)\n", False)):
         assert old in source and (checksum(source.replace(old, new, 1)) == same) == is_same, old
+    (tmp_path / "lion.py").write_text("import tiger\n")
+    with_lion = checksum(source + "from lion import Lion\n")
+    assert with_lion != same
+    (tmp_path / "lion.py").write_text("import tiger  # a comment\n")
+    assert checksum(source + "from lion import Lion\n") == with_lion
+    (tmp_path / "tiger.py").write_text("import lion\nx = 1\n")  # which lion.py imports
+    assert checksum(source + "from lion import Lion\n") != with_lion
+    assert checksum(source) == same
     monkeypatch.setattr(t, "encoding_parts", t.get_encoding)  # which ids a text has
     assert checksum(source) != same
 
@@ -186,6 +240,163 @@ def test_groups_keep_their_share_of_the_rate_and_their_numbers_when_a_run_contin
         groups[1]["k"] = step + 1
         saved, run.state = copy.deepcopy(run.state.state_dict()), state()
         run.state.load_state_dict(saved)
+
+def muon_state(saved=None, **in_group):
+    """A State of a small model with Muon, whose group has other numbers, as after an edit."""
+    optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
+    optimizers[1].param_groups[0].update(in_group)
+    state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
+    if saved:
+        state.load_state_dict(saved)
+    return state
+
+def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
+    """A number that training changed continues. Older checkpoints say nothing about it: all do."""
+    def file(state):  # what a checkpoint makes of it
+        return copy.deepcopy(t.copy_to_host(state.state_dict(), {})[0])
+    state = muon_state(k=0)
+    state.optimizers[1].param_groups[0]["k"] = 7  # as an optimizer that counts its steps
+    for _ in range(2):  # a second restart is like the first
+        state = muon_state(file(state), k=0, momentum=0.8)
+        group = state.optimizers[1].param_groups[0]
+        assert (group["momentum"], group["k"], group["weight_decay"]) == (0.8, 7, 0.1)
+        assert state.optimizers[0].param_groups[0]["betas"] == (0.9, 0.95)
+    group = muon_state(file(state), k=0).optimizers[1].param_groups[0]
+    assert (group["momentum"], group["k"]) == (0.95, 7)  # the edit was undone
+    old = file(state)
+    for optimizer in old["optimizers"]:
+        for group in optimizer["param_groups"]:
+            del group["as_built"]
+    assert muon_state(old, momentum=0.5).optimizers[1].param_groups[0]["momentum"] == 0.8
+
+def average_and_running_mean(arrange, attribute):
+    """Attributes of State as people add them: torch's average of weights, a mean, text, lists."""
+    @dataclasses.dataclass
+    class Mine(arrange.t.State):
+        mean: float = 0.0  # becomes a tensor
+        best: object = None
+
+        def __post_init__(self):
+            super().__post_init__()
+            self.average = torch.optim.swa_utils.AveragedModel(self.raw_model)
+            self.history = [("start", 0)]
+
+        eval_model = property(lambda self: self.average.module)
+
+    def train_step(run):
+        loss, norm = real(run)
+        state = run.state
+        state.average.update_parameters(state.raw_model)
+        state.mean = 0.9 * state.mean + 0.1 * norm
+        state.best = norm if state.best is None else torch.minimum(state.best, norm)
+        state.history = state.history[-3:] + [("step", state.step)]
+        return loss + 1e-3 * state.mean, norm  # so that the log shows it
+    real, arrange.t.train_step, arrange.t.State = arrange.t.train_step, train_step, Mine
+
+def test_state_saves_whatever_it_holds(folder):
+    """A killed run continues with its tensors, lists and objects as if it had not been killed."""
+    def run(name, *steps):
+        return Forked(folder / name, max_steps=20, arrange={
+            average_and_running_mean: 0, "signal_at": (signal.SIGKILL, *steps)})
+    whole, killed = succeed(run("state")), run("state 2", 13)
+    assert killed.wait() == -signal.SIGKILL
+    again = succeed(run("state 2"))
+    assert "from step 10 on" in again.out
+    assert lines_of_log(again.log_dir) == lines_of_log(whole.log_dir)
+    a, b = (load(log_dir / "checkpoint_00020.pt") for log_dir in (again.log_dir, whole.log_dir))
+    assert_same(a, b)
+    assert a["average"]["n_averaged"] == 20 and a["history"] == b["history"]
+    assert torch.is_tensor(a["mean"]) and torch.equal(a["mean"], b["mean"])
+
+def deque_in_state(arrange, name):
+    @dataclasses.dataclass
+    class Mine(arrange.t.State):
+        def __post_init__(self):
+            super().__post_init__()
+            setattr(self, name, collections.deque([1]) if name == "losses" else 1)
+    arrange.t.State = Mine
+
+@pytest.mark.parametrize("name, says", [
+    ("losses", "State.losses holds an object of type deque"), ("data", "State.data has the name of")])
+def test_what_cannot_be_saved_is_reported_before_the_first_step(folder, name, says):
+    run = Forked(folder / f"unsavable {name}", arrange={deque_in_state: name})
+    assert run.wait() == 1 and not list(run.log_dir.glob("log.txt"))
+    one_line(run.err, says)
+
+def as_before(content):
+    """A checkpoint's content as the version of 2026-11-23 wrote it."""
+    old = {name: content[name] for name in ("step", "gpt_config", "encoding", "constants", "data",
+                                            "code", "optimizers", "scaler")}
+    old["numbers"] = {"step": content["step"], "minutes": content["minutes"]}
+    old["model"], old["trained"] = content["eval_model"], content["raw_model"]
+    old["optimizer_names"] = [optimizer.pop("class") for optimizer in old["optimizers"]]
+    for optimizer in old["optimizers"]:
+        for group in optimizer["param_groups"]:
+            del group["as_built"]
+    return old
+
+def test_checkpoints_of_an_earlier_version_continue(folder, finished):
+    """They have other names for what they hold, and no count of tokens."""
+    copied = folder / "earlier"
+    stopped = Forked(copied, arrange={"signal_at": (signal.SIGTERM, 12)})
+    stopped.wait()
+    path = copied / "checkpoint_00013.pt"
+    torch.save(as_before(load(path)), path)
+    run = succeed(Forked(copied))
+    assert "from step 13 on" in run.out and "was edited" not in run.out
+    assert lines_of_log(copied) == lines_of_log(finished)
+    assert_same(load(copied / LAST), load(finished / LAST))
+    torch.save(as_before(load(copied / LAST)), copied / "old.pt")
+    old, new = (t.GPT.from_pretrained(copied / name).state_dict() for name in ("old.pt", LAST))
+    assert all(torch.equal(old[name], new[name]) for name in new)
+
+def test_a_constant_that_the_code_lacks_is_a_line(finished):
+    weights = t.read_weights(str(finished / LAST))
+    weights.config["width"] = 5
+    with pytest.raises(t.UserError, match="was made with the constant width, which GPTConfig in"):
+        t.GPT.from_pretrained(weights)
+
+@pytest.mark.parametrize("float16", [False, True])
+def test_gradients_are_exact_where_edits_find_them(monkeypatch, float16):
+    """Unscaled, averaged over micro-steps and not yet clipped, in float16, too."""
+    model, cfg = shake(small()), t.Config(T=32, B=4, total_batch_size=512, grad_clip=0.01)
+    rows = ids(T=33)
+    model(rows[:, :-1], rows[:, 1:])[1].backward()
+    exact = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    run, real = stub_run(model, cfg, rows, float16=float16), torch.manual_seed
+
+    def manual_seed(seed):
+        if seed == t.seed_from(cfg.seed, 0, "update"):
+            seen.update({name: p.grad.clone() for name, p in model.named_parameters()})
+        return real(seed)
+    seen = {}
+    monkeypatch.setattr(torch, "manual_seed", manual_seed)
+    t.train_step(run)
+    for name, grad in exact.items():
+        torch.testing.assert_close(seen[name], grad, atol=1e-6, rtol=1e-4)
+
+def test_inputs_and_targets_do_not_share_memory():
+    """Noise in the inputs would be in the targets, and a mask of targets in the inputs."""
+    loader = t.DataLoaderLite([np.arange(100, dtype=np.uint16)], T=8)
+    x, y = loader.batch(0, 2)
+    x += 1000
+    assert y.max() < 100
+    y.fill_(-100)
+    assert x.min() >= 1000
+
+def short_rows(arrange, length):
+    """The first ten steps train on shorter rows."""
+    def read_step(run):
+        n = length if run.state.step < 10 else None
+        return [(row, x[:, :n], y[:, :n]) for row, x, y in real(run)]
+    real, arrange.t.read_step = arrange.t.read_step, read_step
+
+def test_tokens_of_shorter_rows_are_counted(folder):
+    run = succeed(Forked(folder / "short", max_steps=15, arrange={short_rows: 4}))
+    expected = 10 * 128 // 4 + 5 * 128
+    assert t.read_run(run.log_dir)["result"]["tokens"] == expected
+    assert load(run.log_dir / "checkpoint_00015.pt")["tokens"] == expected
 
 def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_named():
     """It would stay as it began, or move twice; or a step would be lost to NaN."""

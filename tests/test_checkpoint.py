@@ -378,7 +378,7 @@ def test_a_refused_start_changes_nothing(halfway):
 def rise_after(arrange, step):
     arrange.t.validation_loss = lambda run, _: 1 + abs(run.state.step - step) / 10
 
-def test_where_validation_rises_the_best_weights_stay_and_are_exported(place, is_gpt2):
+def test_where_validation_rises_the_best_weights_stay_and_are_exported(place, is_gpt2, capfd):
     """Weights that are tuned on a small text are at their best long before the last step."""
     run = succeed(Forked(place / "rises", arrange={rise_after: 10}, hide=["matplotlib"]))
     folder, best = run.log_dir, run.log_dir / "checkpoint_00010.pt"
@@ -393,6 +393,12 @@ def test_where_validation_rises_the_best_weights_stay_and_are_exported(place, is
     assert t.best_checkpoint(folder) == folder / LAST  # of step 20 there is none
     newest = (folder / LAST).rename(folder / "checkpoint_00032.pt")
     assert t.best_checkpoint(folder) == newest  # not validated, but validation still falls
+    (folder / "log.txt").write_text("10 val 1.0\n25 val 1.5\n")
+    assert t.best_checkpoint(folder) == best
+    best.write_bytes(best.read_bytes()[:-100])
+    assert t.best_checkpoint(folder) == newest  # the best is damaged, and a line says so
+    said = capfd.readouterr().out
+    assert f"{best} cannot be read" in said and "Using the newest one instead" in said
 
 def leave_at(arrange, step):
     """An edit of the loop, say by a clock or a metric."""
@@ -430,6 +436,17 @@ def test_another_runs_log_and_export_are_renamed(tmp_path):
     kept = *tmp_path.glob("log.txt_before_*"), *tmp_path.glob("hf_before_*/model.safetensors")
     assert [path.read_text() for path in kept] == ["0 train 10.0\n"] * 2
     assert (tmp_path / "log.txt").read_text() == "" and not (tmp_path / "hf").exists()
+
+def test_the_export_of_a_run_that_continues_is_renamed(tmp_path):
+    """hf/ never holds older weights than the run. That of a finished run keeps its name."""
+    for step, renamed in ((20, True), (30, False)):
+        log_dir = tmp_path / str(step)
+        (log_dir / "hf").mkdir(parents=True)
+        folder = t.RunFolder(t.Config(log_dir=str(log_dir), max_steps=30), "data")
+        folder.begin(step, continues=True)
+        folder.close()
+        assert (log_dir / "hf").exists() != renamed
+        assert len([*log_dir.glob("hf_before_*")]) == renamed
 
 def test_the_second_of_two_runs_refuses(place, reference):
     """Two runs write the same files."""

@@ -159,6 +159,15 @@ def test_a_text_keeps_every_byte_and_its_last_tenth_for_validation(tmp_path, gpt
     assert [*train.shards[0], *val.shards[0]] == tokens
     assert (t.padded(257), t.padded(50257), t.padded(256)) == (384, 50304, 256)
 
+def test_the_end_of_a_text_has_no_bytes():
+    """Bits per byte count the bytes of the text that validation predicts, and nothing else."""
+    tokens = np.array([*b"ab", 256, *b"cd", 256, *b"efgh"], dtype=np.uint16)
+    loader = t.DataLoaderLite([tokens[:5], tokens[5:]], T=2)
+    encoding = t.get_encoding("bytes")
+    # targets are b, <|endoftext|>, c, d of the first shard and e, f, g, h of the second
+    assert t.tokens_per_byte(loader, encoding, val_tokens=100) == pytest.approx(8 / 7)
+    assert t.tokens_per_byte(loader, encoding, val_tokens=5) == pytest.approx(5 / 4)
+
 def test_shards_are_of_the_encoding_that_their_manifest_names(tmp_path):
     """Else a vocabulary as large makes a model of nonsense. uint32, for more than 65,536 ids."""
     for part in ("train", "val"):

@@ -81,7 +81,7 @@ def step_399(monkeypatch, *others, float16=False):
     monkeypatch.setattr(t.dist, "all_gather", lambda everyones, mine: everyones.__setitem__(
         slice(None), [mine, *map(torch.tensor, others)]))
     run = MagicMock(cfg=t.Config(max_steps=1000, total_batch_size=2000, T=10, max_lr=7.15e-4),
-                    step_seconds=deque([1.0, 1.0, 90.0, 1.0, 2.0]))
+                    step_seconds=deque([5.0, 1.0, 90.0, 1.0, 1.0, 1.0, 2.0]))
     run.state.step = 400
     run.signal_came.is_set.return_value = False
     run.state.scaler.is_enabled.return_value = float16
