@@ -13,6 +13,7 @@ why, and the next row is measured. If memory runs out, B is halved.
 import argparse
 import contextlib
 import ctypes
+import inspect
 import itertools
 import json
 import multiprocessing
@@ -513,8 +514,9 @@ def memory():
     else:  # besides saved tensors: gradients of log-probabilities and of logits, in float32
         row = saved_bytes(2, T) - saved_bytes(1, T) + T * 50304 * (4 + 4)
         fixed = (16 + 2) * 124_475_904  # weights, gradients, AdamW's state, copies in bfloat16
-        how = "Computed on a CPU for eager bfloat16; a compiled model needs less"
-    yield f"{how}: {fixed / 2**30:.2f} GiB, and {row / 2**30:.3f} GiB per row of {T} tokens.\n"
+        how = "Computed on a CPU for eager bfloat16 (a compiled model needs less)"
+    yield (f"{how}. A step needs {fixed / 2**30:.2f} GiB, and {row / 2**30:.3f} GiB for each row "
+           f"of {T} tokens.\n")
     yield header("GPU memory, GB", "largest B")
     for size in (12, 16, 24, 40, 80):
         yield cells(size, 2 ** int(np.log2(max(1, (size * 1e9 * usable - fixed) / row))))
@@ -800,7 +802,7 @@ def gpu(only, minutes):
 def title(name, bench):
     """Return the first lines of a bench's output: what it does, when, where."""
     gpu_name = torch.cuda.get_device_name() if CUDA else "no GPU"
-    return (f"# {name}: {' '.join(bench.__doc__.split())}\n\n{time.strftime('%F %R')}; Python "
+    return (f"# {name}: {inspect.getdoc(bench)}\n\n{time.strftime('%F %R')}; Python "
             f"{sys.version.split()[0]}; {gpu_name}; {kind_of_cpu()}\n")
 
 def main():
