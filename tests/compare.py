@@ -1,17 +1,35 @@
-"""Runs as a table, each number with its noise. It reads run.json and log.txt, and nothing else.
+"""Print a table that compares finished runs, and say which differences exceed the noise.
 
-    python tests/compare.py "log_*"                 # the first folder is the baseline
-    python tests/compare.py "log_plain_*" "log_*"   # ... of the first pattern
+    python tests/compare.py "log_*"                 # the baseline is the row of the first folder
+    python tests/compare.py "log_plain_*" "log_*"   # ... of the first folder of the first pattern
 
-Runs that differ in the seed alone are a row. The noise of a run is the spread of losses over seeds,
-pooled over all rows. A row is ahead of the baseline or behind it where Student's t-test (two-sided,
-95 %) finds a difference; else it is within the noise. Where no row has two seeds, nothing can be
-said. With matplotlib, compare.png shows the rows' validation losses, and bold their means.
+The script reads run.json and log.txt of each folder and nothing else.
+
+Runs that differ only in their seed form one row. Two folders hold the same run if their seeds,
+constants, data and code agree, and only the first of them is counted. A run that has not finished,
+or that failed, is left out, and a line says why.
+
+The noise of a run is the standard deviation of its last validation loss over seeds, pooled over
+all rows that are comparable with the baseline. A row is comparable if it has the baseline's
+encoding and length. Two rows have the same length if their runs took the same number of steps, or
+the same number of tokens, or were given the same --minutes. Losses of short runs vary more from
+seed to seed than losses of long ones, so rows of another length would change the noise. They are
+shown, but they are left out of the noise and get no verdict.
+
+A row is ahead of the baseline or behind it if Student's t-test (two-sided, 95 %) finds a
+difference; otherwise it is within the noise. If no comparable row has two seeds, nothing can be
+said. A row that ends in (!) has a warning that concerns its result; its text is below the table.
+
+If matplotlib is installed, compare.png shows the validation losses of all runs as thin lines, and
+the mean of each row as a bold line.
 """
 import glob
 import importlib.util
+import itertools
 import json
+import re
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -19,101 +37,214 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2 as t  # noqa: E402
 
-# Student's t for 1, 2, ... degrees of freedom; beyond ten it falls to 1.96, so 2.23 is safe
+# Critical values of Student's t for 1, 2, ..., 10 degrees of freedom. With more degrees of freedom
+# the value falls slowly to 1.96, so using 2.23 there is on the safe side.
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
+# ---- reading runs
+@dataclass
+class Row:
+    """Runs that differ only in their seed."""
+    shared: dict  # the constants that the runs share, and their "data" and "code"
+    runs: dict = field(default_factory=dict)  # {seed: (folder, result)}
+
+    @property
+    def name(self):
+        """The first folder of the row."""
+        return next(iter(self.runs.values()))[0]
+
+    def results(self, key):
+        """Return the list of one number of the runs' results, for example "val" or "steps"."""
+        return [result[key] for _, result in self.runs.values()]
+
+def code_of(run):
+    """Return the checksum of a run's code; "first+second" if other code continued the run."""
+    checksums = [start["code"] for start in run["starts"]]
+    return "+".join(f"{checksum:08x}" for checksum, _ in itertools.groupby(checksums))
+
+def read_finished_run(folder):
+    """Return (seed, what runs of its row share, result) of a folder.
+
+    Raise ValueError with the reason if it holds no finished run.
+    """
+    try:
+        run = t.read_run(folder)
+        result = run["result"] or {}
+        shared = run["constants"] | {"data": run["data"], "code": code_of(run)}
+        seed = shared.pop("seed")
+        del shared["log_dir"]
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise ValueError(f"it holds no run ({t.first_line(e)})") from None
+    if "failed" in result:
+        raise ValueError(f"the run failed: {result['failed']}")
+    if "val" not in result:
+        raise ValueError("the run has no result yet")
+    if shared.get("minutes"):  # max_steps is what fitted into the time, so it differs between seeds
+        del shared["max_steps"]
+    return seed, shared, result
+
 def read_rows(patterns):
-    """{what a row's runs have in common, as JSON: [(folder, result)]}; the baseline comes first."""
-    rows = {}
-    for folder in dict.fromkeys(path for p in patterns for path in sorted(glob.glob(p))):
+    """Return the list of rows of all folders that match the patterns, the baseline first."""
+    rows, folders = {}, {}
+    for pattern in patterns:
+        matches = sorted(glob.glob(pattern))
+        if not matches:
+            print(f"No folder matches {pattern}.")
+        folders |= dict.fromkeys(matches)
+    for folder in folders:
         try:
-            run = t.read_run(folder)
-            result, codes = run["result"], {start["code"] for start in run["starts"]}
-            common = run["constants"] | {"data": run["data"]}
-            if common.get("minutes"):  # then max_steps is what fitted: another for each seed
-                del common["max_steps"]
-            common["code"] = "+".join(f"{code:08x}" for code in sorted(codes))
-        except (OSError, ValueError, KeyError, TypeError) as e:
-            print(f"{folder} is left out: it holds no run ({t.first_line(e)})")
+            seed, shared, result = read_finished_run(folder)
+        except ValueError as e:
+            print(f"{folder} is left out: {e}.")
             continue
-        if "val" not in (result or {}):
-            print(f"{folder} is left out: {(result or {}).get('failed', 'it has no result')}")
-            continue
-        seed, _ = common.pop("seed"), common.pop("log_dir")
-        seeds = rows.setdefault(json.dumps(common, sort_keys=True), {})
-        if seed in seeds:
-            print(f"{folder} is left out: {seeds[seed][0]} is the same run")
-            continue
-        seeds[seed] = folder, result
-    return {row: list(seeds.values()) for row, seeds in rows.items()}
+        row = rows.setdefault(json.dumps(shared, sort_keys=True), Row(shared))
+        if seed in row.runs:
+            print(f"{folder} is left out: {row.runs[seed][0]} is the same run "
+                  "(seed, constants, data and code agree).")
+        else:
+            row.runs[seed] = folder, result
+    return list(rows.values())
+
+# ---- the table
+def why_not_comparable(row, baseline):
+    """Return why a loss says nothing against the baseline's, or "" if the two are comparable."""
+    if row.shared.get("encoding") != baseline.shared.get("encoding"):
+        return "another encoding"
+    minutes = row.shared.get("minutes")
+    same_minutes = minutes and minutes == baseline.shared.get("minutes")
+    same_number = any(set(row.results(key)) == set(baseline.results(key))
+                      for key in ("steps", "tokens"))
+    return "" if same_minutes or same_number else "another length"
 
 def pooled_noise(losses):
-    """(Standard deviation of a run, its degrees of freedom) of lists of losses; or (inf, 0)."""
+    """Return the noise of a run and its degrees of freedom, from a list of losses for each row.
+
+    The noise is infinite if no row has two losses.
+    """
     freedom = sum(len(values) - 1 for values in losses)
     squares = sum(np.var(values) * len(values) for values in losses)
     return (float(np.sqrt(squares / freedom)) if freedom else np.inf), freedom
 
-def table(rows):
-    """Lines of the table, the lowest mean loss first, and what its noise is."""
-    losses = {row: [result["val"] for _, result in runs] for row, runs in rows.items()}
-    noise, freedom = pooled_noise(losses.values())
+def compared(row, baseline, noise, freedom):
+    """Return the cell that compares a row's mean loss with the baseline's."""
+    if row is baseline:
+        return "the baseline"
+    ours, theirs = row.results("val"), baseline.results("val")
+    ahead = np.mean(theirs) - np.mean(ours)
+    if reason := why_not_comparable(row, baseline):
+        return f"{ahead:+.4f}, no verdict: {reason}"
+    if freedom == 0:
+        return f"{ahead:+.4f}, no verdict: one seed"
     t_95 = T_95[min(freedom, len(T_95)) - 1]
-    baseline = next(iter(rows))
-    yield ("| val | bits per byte | spread | seeds | ahead of the baseline | steps | parameters "
-           "| folder: what differs |")
+    allowed = t_95 * noise * np.sqrt(1 / len(ours) + 1 / len(theirs))
+    verdict = "ahead" if ahead > allowed else "behind" if ahead < -allowed else "within noise"
+    return f"{ahead:+.4f} +- {allowed:.4f}: {verdict}"
+
+def differences(row, baseline):
+    """Return the constants (and data, code) in which a row differs from the baseline, as text."""
+    names = sorted({*row.shared, *baseline.shared})
+    changed = [name for name in names if row.shared.get(name) != baseline.shared.get(name)]
+    return ", ".join(f"{name}={row.shared.get(name)!r}" for name in changed) or "-"
+
+def unit_of(rows):
+    """Return the unit of the rows' losses."""
+    encodings = {row.shared.get("encoding") for row in rows}
+    if encodings == {"bytes"}:
+        return "nats per byte"
+    return "nats per token (bytes: per byte)" if "bytes" in encodings else "nats per token"
+
+def warnings_of(row):
+    """Yield the warnings of a row's results.
+
+    Texts that differ only in their numbers, as they do between seeds, are one warning.
+    """
+    found = {}
+    for _, result in row.runs.values():
+        for text in result.get("warnings", []):
+            found.setdefault(re.sub(r"[-+]?\d[\d.]*(e[-+]\d+)?", "", text), []).append(text)
+    for texts in found.values():
+        yield f"(!) {row.name} ({len(texts)} of {len(row.runs)} runs): {texts[0]}"
+
+def table_row(row, baseline, noise, freedom):
+    """Return one line of the table."""
+    losses = row.results("val")
+    mark = " (!)" if any(warnings_of(row)) else ""
+    cells = [
+        f"{np.mean(losses):.4f}",
+        f"{np.mean(row.results('bits_per_byte')):.4f}",
+        f"{np.std(losses, ddof=1):.4f}" if len(losses) > 1 else "-",
+        f"{len(losses)}",
+        compared(row, baseline, noise, freedom),
+        f"{np.mean(row.results('steps')):,.0f}",
+        f"{row.results('parameters')[0]:,}",
+        f"{row.name}: {differences(row, baseline)}{mark}"]
+    return f"| {' | '.join(cells)} |"
+
+def table(rows):
+    """Yield the lines of the table, the row with the lowest mean loss first, and of its notes."""
+    baseline = rows[0]
+    reasons = {row.name: why_not_comparable(row, baseline) for row in rows}
+    pooled = [row.results("val") for row in rows if not reasons[row.name]]
+    noise, freedom = pooled_noise(pooled)
+    yield (f"| val, {unit_of(rows)} | bits per byte | standard deviation over seeds | seeds "
+           "| ahead of the baseline by | steps | parameters | first folder: what differs |")
     yield "|" + " --- |" * 8
-    for row in sorted(rows, key=lambda row: np.mean(losses[row])):
-        mean, n, (folder, result) = np.mean(losses[row]), len(losses[row]), rows[row][0]
-        steps = np.mean([result["steps"] for _, result in rows[row]])
-        ahead = np.mean(losses[baseline]) - mean
-        allowed = t_95 * noise * np.sqrt(1 / n + 1 / len(losses[baseline]))
-        verdict = "ahead" if ahead > allowed else "behind" if ahead < -allowed else "noise"
-        against = f"{ahead:+.4f} +- {allowed:.4f}: {verdict}" if freedom else f"{ahead:+.4f}: ?"
-        ours, theirs = json.loads(row), json.loads(baseline)
-        differs = [f"{name}={ours.get(name)!r}" for name in sorted({*ours, *theirs})
-                   if ours.get(name) != theirs.get(name)]
-        bits = np.mean([result["bits_per_byte"] for _, result in rows[row]])
-        spread = f"{np.std(losses[row], ddof=1):.4f}" if n > 1 else "-"
-        yield (f"| {mean:.4f} | {bits:.4f} | {spread} | {n} | "
-               f"{'the baseline' if row == baseline else against} | {steps:,.0f} | "
-               f"{result['parameters']:,} | {folder}: {', '.join(differs) or '-'} |")
-    yield (f"\nThe noise of a run is {noise:.4f}, pooled over the rows, with {freedom} degrees of "
-           "freedom. By chance alone, one row in twenty is told as ahead or behind."
-           if freedom else "\nNo row has two seeds: nothing can be said about noise.")
+    for row in sorted(rows, key=lambda row: np.mean(row.results("val"))):
+        yield table_row(row, baseline, noise, freedom)
+    yield ""
+    for row in rows:
+        yield from warnings_of(row)
+    if freedom:
+        yield (f"The noise of a run is {noise:.4f}, pooled over {len(pooled)} row(s) of the "
+               f"baseline's encoding and length, with {freedom} degrees of freedom. By chance "
+               "alone, about one row in twenty is reported as ahead or behind.")
+    else:
+        yield ("No row of the baseline's encoding and length has two seeds, so nothing can be "
+               "said about noise.")
+    if left_out := [f"{name} ({reason})" for name, reason in reasons.items() if reason]:
+        yield f"Left out of the noise, and without a verdict: {', '.join(left_out)}."
+
+# ---- the figure
+def curve_of(folder, result):
+    """Return an array (3, N) of million tokens, minutes of steps, and validation loss.
+
+    Step 0 is left out. N is 0 for runs of older code, whose log has no minutes.
+    """
+    streams = t.read_streams(folder)
+    minutes = dict(streams["minutes"])
+    million_per_step = result["tokens"] / max(1, result["steps"]) / 1e6  # the mean of all steps
+    points = [(step * million_per_step, minutes[step], loss)
+              for step, loss in streams["val"] if minutes.get(step)]
+    return np.reshape(points, (-1, 3)).T
 
 def draw(rows, path):
-    """Validation losses of rows over tokens and over minutes of steps, without step 0; runs that
-    lack one of these, as those of older code, are left out."""
+    """Draw validation losses over tokens and over minutes of steps."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)
-    for number, runs in enumerate(rows.values()):
-        curves = []
-        for folder, result in runs:
-            streams = t.read_streams(folder)
-            minutes = dict(streams["minutes"])
-            million = result["tokens"] / max(1, result["steps"]) / 1e6  # tokens in a step
-            points = [(step * million, minutes[step], loss)
-                      for step, loss in streams["val"] if minutes.get(step)]
-            if points:
-                curves.append(np.transpose(points))
+    for number, row in enumerate(rows):
+        curves = [curve_of(folder, result) for folder, result in row.runs.values()]
+        curves = [curve for curve in curves if curve.size]
         if not curves:
             continue
-        n = min(len(losses) for *_, losses in curves)
-        mean = np.mean([[values[:n] for values in curve] for curve in curves], axis=0)
-        for i, axis in enumerate(axes):
+        n = min(curve.shape[1] for curve in curves)
+        mean = np.mean([curve[:, :n] for curve in curves], axis=0)
+        for x, axis in enumerate(axes):
             for curve in curves:
-                axis.plot(curve[i], curve[2], color=f"C{number}", alpha=0.3)
-            axis.plot(mean[i], mean[2], color=f"C{number}", linewidth=2, label=runs[0][0])
-    axes[0].set(xlabel="million tokens", ylabel="validation loss, nats per token")
-    axes[1].set(xlabel="minutes of steps")
+                axis.plot(curve[x], curve[2], color=f"C{number}", alpha=0.3)
+            axis.plot(mean[x], mean[2], color=f"C{number}", linewidth=2, label=row.name)
+    axes[0].set(xlabel="million tokens", ylabel=f"validation loss, {unit_of(rows)}")
+    axes[1].set(xlabel="minutes of training steps")
     axes[1].legend(frameon=False)
     figure.savefig(path)
 
 def main():
-    rows = read_rows(sys.argv[1:])
+    patterns = sys.argv[1:]
+    if not patterns:
+        sys.exit(__doc__)
+    rows = read_rows(patterns)
     if not rows:
-        sys.exit(f"compare.py: no finished run in {' '.join(sys.argv[1:]) or '(name folders)'}")
+        sys.exit(f"compare.py: there is no finished run in {' '.join(patterns)}.")
     print("\n".join(table(rows)))
     if importlib.util.find_spec("matplotlib"):
         draw(rows, "compare.png")
