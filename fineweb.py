@@ -1,19 +1,19 @@
-"""Turn FineWeb-Edu, or a folder of your own documents, into token shards for train_gpt2.py.
+"""Turn FineWeb-Edu, or documents of your own, into token shards.
 
     python fineweb.py                  # sample-10BT, 100 shards of 100 M tokens
-    python fineweb.py --max_shards=10  # 1 B tokens; repeat without it to continue
+    python fineweb.py --max_shards=10  # 1 B tokens; a later run can add shards
     python fineweb.py --source=my_texts --local_dir=my_shards  # a local folder
 
-Documents are streamed and never stored. A shard is a one-dimensional .npy array
-of token ids, uint16 or, if the encoding has more than 65,536 ids, uint32. Each
-document starts with <|endoftext|> and may continue in the next shard. Shard 0
-is for validation. You can stop the script at any moment. The same command then
-continues, and the shards are identical to those of an uninterrupted run.
+Documents are streamed and never stored. A shard is a one-dimensional array of
+token ids in an .npy file: uint16, or uint32 if the encoding has more than
+65,536 ids. Each document starts with <|endoftext|> and may continue in the next
+shard. Shard 0 is for validation. You can stop the script at any moment: the
+same command continues, and makes the same shards as a run without a stop.
 
 This file also holds the helpers that all three scripts share. They cannot be in
-train_gpt2.py: that script runs as the module __main__, so importing it from
-here would load it a second time, with a second UserError class, and every
-tokenizer process would have to import torch.
+train_gpt2.py. That script runs as the module __main__, so importing it from
+here would load it a second time, with a second UserError class, and each worker
+process would import torch.
 """
 import argparse
 import contextlib
@@ -653,8 +653,9 @@ def main():
         signal.signal(signal_number, end_at_once)
     # tqdm's own lock is shared with other processes; Python would report it as leaked at the end.
     tqdm.set_lock(threading.RLock())
+    for_users, _, for_readers_of_the_code = __doc__.rpartition("\n\n")
     try:
-        make_shards(make_config(Config, parse_flags(Config, __doc__)))
+        make_shards(make_config(Config, parse_flags(Config, for_users)))
     except UserError as e:
         return f"fineweb.py: {e}"
 
