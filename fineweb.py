@@ -58,7 +58,7 @@ class Config:
 
 TEXT = "text"                # the parquet column or JSON key that holds a document's text
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
-BATCH_BYTES = 2 << 20        # text per batch; with 64 KiB, tokenizing a corpus takes 15 % longer
+BATCH_BYTES = 2 << 20        # of text per batch; with 64 KiB, tokenizing a corpus takes 15 % longer
 
 # --------------------------------------------------------------- what all three scripts share
 # Errors, encodings, safe file writes, folder locks and command-line flags. This section imports
@@ -86,7 +86,8 @@ def encoding_parts(name):
             special_tokens={"<|endoftext|>": 256})
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
     if name not in ENCODING_CONSTRUCTORS:
-        raise UserError(f"encoding={name} is none of bytes, {', '.join(ENCODING_CONSTRUCTORS)}.")
+        raise UserError(f"encoding={name} is unknown: choose bytes, "
+                        f"{', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
 @functools.lru_cache  # without the cache, 10,042 HellaSwag questions take 63 s of CPU time, not 3
@@ -126,7 +127,7 @@ def hugging_face_tokenizer(encoding, context):
     merges = generate_merges(vocabulary, scores)
     special = {i: token for token, i in parts["special_tokens"].items()}
     for i in set(range(encoding.n_vocab)) - set(vocabulary.values()) - set(special):
-        special[i] = f"<|unused{i}|>"  # cl100k_base has gaps between its ids; the library has not
+        special[i] = f"<|unused{i}|>"  # cl100k_base has unused ids; the library allows none
     vocabulary |= {token: i for i, token in special.items()}
     backend = Tokenizer(models.BPE(vocabulary, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -150,10 +151,11 @@ def token_dtype(encoding):
     return np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
 
 def write_whole(path, write, verify=None):
-    """Write a file so that `path` never holds a half-written one, not even after a power cut.
+    """Write a file so that `path` never holds a half-written file, not even after a power cut.
 
-    write(file) writes the content to a temporary file, which is flushed to the disk and renamed
-    to `path`. verify(path of the temporary file) is called before it is renamed and may raise.
+    write(file) writes the content to a temporary file, which is then flushed to the disk and
+    renamed to `path`. If given, verify(path of the temporary file) is called before the renaming.
+    If it raises an exception, `path` is left as it was.
     """
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -177,10 +179,11 @@ def remove_parts(folder):
         part.unlink()
 
 def lock_folder(folder):
-    """Lock a folder for this process and return the lock, which lasts until it is deleted.
+    """Lock a folder, so that no other run uses it, and return the lock. Keep a reference to it.
 
-    Raise UserError if another process holds the lock. The operating system releases it when the
-    process ends, whatever ends it. If the disk does not support locks, print a warning instead.
+    The lock is released when the object is deleted and when this process ends, whatever ends it.
+    Raise UserError if another process holds the lock. If the disk does not support locks, print a
+    warning instead.
     """
     import filelock  # torch and datasets depend on it, so it is always installed
     lock = filelock.FileLock(Path(folder, ".lock"))
@@ -197,8 +200,9 @@ def lock_folder(folder):
 def parse_flags(cls, doc, presets=None):
     """Parse the command line; return {name: text} of the flags that were given.
 
-    cls: a dataclass; each field is a flag, and --help prints the comment at the end of its line.
-    presets: {name: {field: value}}; --help prints these values after the default.
+    cls: a dataclass. Each field is a flag, and --help prints the comment at the end of its line.
+    doc: the text that --help prints above the flags.
+    presets: {name: {field: value}}. --help prints these values after the default.
     Raise UserError for an unknown flag.
     """
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
@@ -241,9 +245,9 @@ def make_config(cls, values):
     return cls(**converted)
 
 def convert(value, kind):
-    """Convert a value or its text, for example "1e3", to a type: bool, int, float, str, Literal.
+    """Convert a value, or a text such as "1e3", to a type: bool, int, float, str or a Literal.
 
-    Raise KeyError, TypeError or ValueError if the value does not fit. Numbers must be >= 0.
+    Raise KeyError, TypeError or ValueError if that is impossible or a number is negative.
     """
     if kind is bool:
         return {"True": True, "False": False}[str(value).capitalize()]
@@ -258,7 +262,7 @@ def convert(value, kind):
     return choices[str(value)]
 
 def describe_type(kind):
-    """Return the words in which an error message describes the values of a type."""
+    """Return a description of a type's values for an error message."""
     if kind in (bool, int, float):
         return {bool: "True or False", int: "a whole number >= 0",
                 float: "a finite number >= 0"}[kind]
@@ -315,14 +319,15 @@ def read_batches(urls, start):
         read = read_parquet if url.endswith(".parquet") else read_json
         try:
             filesystem, path = fsspec.url_to_fs(url)
-            # Each request is waited for, so make it large (32 MiB). "infer" unpacks .gz files.
+            # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
             with filesystem.open(path, block_size=32 << 20, compression="infer") as file:
                 for texts in read(file, row):
                     yield file_number, row, texts
                     row += len(texts)
-        except Exception as e:  # ArrowInvalid, OSError, zlib.error, any error of a network library
+        except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
             raise UserError(f"{url} cannot be read from row {row + 1} on ({type(e).__name__}: "
-                            f"{first_line(e)}): repair it; the same command continues.") from None
+                            f"{first_line(e)}): repair the file or the network; the same command "
+                            f"continues.") from None
 
 def read_parquet(file, first):
     """Yield lists of texts, of which some may be None, from row number `first` on."""
@@ -353,14 +358,14 @@ def read_json(file, first):
                 try:
                     texts.append(json_text(line))
                 except Exception:
-                    yield texts  # the caller counts these rows and then names the right one
+                    yield texts  # the caller counts these rows, so it can name the bad one
                     raise
             yield texts
 
 def json_text(line):
-    """Return the text in a line of JSON, "" if it has none. Replace lone surrogates.
+    """Return the text in a line of JSON, or "" if it has none.
 
-    Lone surrogates are halves of characters such as emoji; tiktoken does not accept them.
+    Replace lone surrogates (halves of an emoji, for example), which tiktoken does not accept.
     """
     row = json.loads(line) if line.strip() else {}
     text = row.get(TEXT) or ""
@@ -383,13 +388,13 @@ def tokenize(texts, name):
     return np.concatenate(parts, dtype=token_dtype(encoding), casting="unsafe")  # all ids fit
 
 class Worker:
-    """A process that tokenizes. It is killed by stop(), or ends by itself after this process."""
+    """A process that tokenizes. stop() kills it. It also ends when this process has ended."""
     def __init__(self, name):
         context = multiprocessing.get_context("spawn")
         self.connection, far_end = context.Pipe()
         self.process = context.Process(target=answer_requests, args=(far_end, name))
         self.process.start()
-        far_end.close()  # only the worker has it now, so recv() fails when the worker dies
+        far_end.close()  # now only the worker holds it, so recv() fails if the worker dies
 
     def tokenize(self, texts):
         """Return the tokens of a list of texts, (n,). Raise UserError if the process is dead."""
@@ -401,14 +406,14 @@ class Worker:
                             "--nprocs; the same command continues.") from None
 
     def stop(self):
-        """Kill the process. It holds nothing that could be lost."""
+        """Kill the process."""
         self.process.kill()
         self.process.join()
 
 def answer_requests(connection, name):
     """Run a worker process: receive lists of texts and send their tokens back.
 
-    End when the main process has ended, even if it was killed: the connection is then closed.
+    Return when the connection is closed, which also happens if the main process is killed.
     """
     while True:
         try:
@@ -424,13 +429,13 @@ def answer_requests(connection, name):
 def start_workers(nprocs, name):
     """Start worker processes for the encoding called `name`; return a list of Workers.
 
-    Ctrl-C sends SIGINT to all processes of the terminal, but only the main process should act on
-    it. A process inherits the blocked signals of the thread that starts it, so SIGINT is blocked
-    meanwhile. If it arrives in that time, it is delivered afterwards.
+    Ctrl-C sends SIGINT to all processes of the terminal, but only the main process should handle
+    it. A process inherits the set of blocked signals, so SIGINT is blocked while workers start.
+    If it arrives in that time, the main process handles it afterwards.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         return [Worker(name) for _ in range(nprocs)]
-    resource_tracker.ensure_running()  # the first worker would start it, and it unblocks SIGINT
+    resource_tracker.ensure_running()  # starting it unblocks SIGINT, so start it first
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         return [Worker(name) for _ in range(nprocs)]
@@ -438,10 +443,10 @@ def start_workers(nprocs, name):
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 def tokenize_all(batches, nprocs, name):
-    """Yield (file number, row, tokens (n,)) for each (file number, row, texts), in their order.
+    """Tokenize batches in nprocs worker processes.
 
-    nprocs worker processes tokenize. No more than 3 * nprocs batches are in memory.
-    Raise UserError if a worker dies.
+    Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
+    At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
     workers = start_workers(nprocs, name)
     idle = queue.SimpleQueue()
@@ -456,6 +461,7 @@ def tokenize_all(batches, nprocs, name):
             idle.put(worker)
 
     threads = ThreadPoolExecutor(nprocs)  # each waits for one worker
+    # Each item that is taken from this generator reads a batch and submits it.
     jobs = ((file_number, row, threads.submit(tokenize_in_worker, texts))
             for file_number, row, texts in batches)
     try:
@@ -497,8 +503,8 @@ def read_manifest(path):
         shards = []
         for entry in content["shards"]:
             end = Place(int(entry["file"]), int(entry["row"]), int(entry["used"]))
-            shards.append(Shard(
-                str(entry["name"]), int(entry["tokens"]), int(entry["documents"]), end))
+            shards.append(Shard(str(entry["name"]), tokens=int(entry["tokens"]),
+                                documents=int(entry["documents"]), end=end))
         return settings, shards
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} cannot be read ({type(e).__name__}: {first_line(e)}): restore it, "
@@ -517,7 +523,7 @@ def write_manifest(cfg, files, shards):
     write_result(cfg, "manifest.json", lambda file: file.write(content))
 
 def write_array(file, array):
-    """Write what np.save() writes, but notice a full disk, which ndarray.tofile() misses."""
+    """Write the same bytes as np.save(), which does not notice a full disk (ndarray.tofile())."""
     header = np.lib.format.header_data_from_array_1_0(array)
     np.lib.format.write_array_header_1_0(file, header)
     file.write(array.data)
@@ -527,16 +533,16 @@ def write_result(cfg, name, write):
     try:
         write_whole(Path(cfg.local_dir, name), write)
     except OSError as e:
-        raise UserError(f"local_dir={cfg.local_dir} cannot be written ({first_line(e)}): make room "
-                        f"or allow writing; the same command continues after the last finished "
-                        f"shard.") from None
+        raise UserError(f"local_dir={cfg.local_dir} cannot be written ({first_line(e)}): free disk "
+                        f"space or allow writing; the same command continues after the last "
+                        f"finished shard.") from None
 
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir that this run continues; [] to begin with shard 0.
 
-    Raise UserError if local_dir holds shards with other settings or from other files. A lone
-    validation shard does not count: a text that is too short leaves one, and to replace it is
-    the remedy.
+    Raise UserError if local_dir holds shards made with other settings or from other files. A
+    validation shard without training shards may be replaced, because a corpus that is too short
+    for the settings leaves one.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -559,15 +565,15 @@ def find_finished(cfg, files):
     return []
 
 def cut_shards(results, shard_size, dtype, start, n_files):
-    """Cut tokens into shards. Yield the tokens of each shard, (n,), and the Place of its end.
+    """Cut tokens into shards; yield the tokens (n,) of each shard and the Place at its end.
 
     results: (file number, row, tokens) from the row of the Place `start` on.
-    n_files: the number of files; the corpus ends at Place(n_files, 0, 0).
-    The next shard overwrites the array that was yielded.
+    n_files: the number of files. The corpus ends at Place(n_files, 0, 0).
+    The yielded array is overwritten with the next shard.
     """
     shard = np.empty(shard_size, dtype)
     filled = 0
-    skip = start.used  # tokens at the start of `results` that earlier shards contain
+    skip = start.used  # tokens at the start of `results` that belong to earlier shards
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:  # on a terminal
         for file_number, row, tokens in results:
             position = min(skip, len(tokens))
@@ -586,22 +592,26 @@ def cut_shards(results, shard_size, dtype, start, n_files):
         yield shard[:filled], Place(n_files, 0, 0)
 
 def add_shards(cfg, files, finished):
-    """Make the shards that follow the `finished` ones; return their Shards. Raise UserError."""
+    """Make the shards that follow the `finished` Shards, and return their Shards.
+
+    Raise UserError if a document cannot be read, a file cannot be written, or a worker dies.
+    """
     encoding = get_encoding(cfg.encoding)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     start = finished[-1].end if finished else Place(0, 0, 0)
     shards = list(finished)
-    write_manifest(cfg, files, shards)  # an older one must not describe the shards made below
+    write_manifest(cfg, files, shards)  # an older manifest must not describe the new shards
     batches = read_batches([url for url, size in files], start)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
-    cut = cut_shards(results, cfg.shard_size, token_dtype(encoding), start, len(files))
+    cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,
+                     n_files=len(files))
     # Whatever ends this block, the generators are closed, so that no file or process stays open.
     with contextlib.closing(batches), contextlib.closing(results), contextlib.closing(cut):
         for tokens, end in cut:
             name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
             documents = int(np.count_nonzero(tokens == encoding.eot_token))
             write_result(cfg, name, lambda file: write_array(file, tokens))
-            shards.append(Shard(name, len(tokens), documents, end))
+            shards.append(Shard(name, tokens=len(tokens), documents=documents, end=end))
             write_manifest(cfg, files, shards)
             tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents")
             if len(shards) == cfg.max_shards:
@@ -609,7 +619,10 @@ def add_shards(cfg, files, finished):
     return shards[len(finished):]
 
 def make_shards(cfg):
-    """Make the shards that `cfg` asks for and local_dir lacks. Raise UserError."""
+    """Make the shards that `cfg` asks for and local_dir lacks, and print the totals.
+
+    Raise UserError for anything that the user can correct.
+    """
     if cfg.shard_size < 1025:  # a row of train_gpt2.py with T=1024 and the token after it
         raise UserError(f"shard_size={cfg.shard_size}: it must be 1025 or more.")
     files = find_files(cfg.source, cfg.remote_name)
@@ -625,7 +638,7 @@ def make_shards(cfg):
     tokens = sum(shard.tokens for shard in shards)
     if len(shards) < 2:
         raise UserError(f"source={cfg.source} has {tokens:,} tokens ({TEXT!r} in its "
-                        f"{', '.join(SUFFIXES)} files): beside a validation shard of "
+                        f"{', '.join(SUFFIXES)} files): with a validation shard of "
                         f"{cfg.shard_size:,} there is nothing to train on. Use more text, a larger "
                         f"--max_shards, or --shard_size={tokens // 10 + 1} for ten shards.")
     documents = sum(shard.documents for shard in shards)
@@ -635,11 +648,12 @@ def make_shards(cfg):
 
 # -------------------------------------------------------------------------------- command line
 def end_at_once(signal_number, frame):
-    """Handle Ctrl-C and SIGTERM: say one line and end, whatever this process is doing.
+    """Handle Ctrl-C and SIGTERM: print one line and end the process, whatever it is doing.
 
-    An exception at a random moment, such as KeyboardInterrupt, can leave a lock inside a library
-    locked, and then the clean-up would wait for ever. No clean-up is needed: finished shards are
-    on the disk, the system releases the folder's lock, and workers end after this process.
+    Raising KeyboardInterrupt is not safe. If it arrives while a library holds a lock, the lock
+    may stay locked, and the process hangs during clean-up. None is needed here: finished shards
+    are on the disk, the next run deletes a half-written file, the operating system releases the
+    folder's lock, and workers end when the main process has ended.
     """
     try:
         os.write(2, b"\nStopped. The same command continues after the last whole shard.\n")
@@ -651,9 +665,9 @@ def main():
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
     for signal_number in (signal.SIGINT, signal.SIGTERM):  # clusters send SIGTERM
         signal.signal(signal_number, end_at_once)
-    # tqdm's own lock is shared with other processes; Python would report it as leaked at the end.
+    # tqdm's own lock is a semaphore. After end_at_once(), Python may report it as leaked.
     tqdm.set_lock(threading.RLock())
-    for_users, _, for_readers_of_the_code = __doc__.rpartition("\n\n")
+    for_users = __doc__.rpartition("\n\n")[0]  # the last paragraph is for readers of the code
     try:
         make_shards(make_config(Config, parse_flags(Config, for_users)))
     except UserError as e:

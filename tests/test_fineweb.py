@@ -12,6 +12,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Literal
@@ -81,10 +82,10 @@ def run(source, local_dir, env=None, **changes):
     """Run fineweb.py as a user does; return the CompletedProcess."""
     return run_script("fineweb.py", *flags(source, local_dir, **changes), env=env)
 
-def start(*words, **kwargs):
+def start(*words, env=os.environ, **kwargs):
     """Start fineweb.py; return the Popen. Its output must come at once without PYTHONUNBUFFERED."""
     return subprocess.Popen([sys.executable, ROOT / "fineweb.py", *words], text=True,
-                            env=os.environ | {"PYTHONUNBUFFERED": ""},
+                            env=env | {"PYTHONUNBUFFERED": ""},
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, **kwargs)
 
 class InThisProcess:
@@ -362,6 +363,24 @@ def test_ctrl_c_ends_a_process_that_waits_for_a_lock_for_ever():
         finally:
             process.kill()
 
+def test_ctrl_c_during_a_download(fineweb_hub, tmp_path):
+    """Ctrl-C ends the script while it waits for the hub, without a line of any library."""
+    hub, asked, answer = fineweb_hub, threading.Event(), threading.Event()
+
+    def wait(path, span):
+        if span:
+            asked.set()
+            answer.wait()
+    hub.fail = wait
+    with start(*flags(DATASET, tmp_path), env=os.environ | hub.env) as process:
+        try:
+            assert asked.wait(180)
+            process.send_signal(signal.SIGINT)
+            assert (process.communicate(timeout=180)[1], process.returncode) == (STOPPED, 130)
+        finally:
+            process.kill()
+            answer.set()
+
 def test_a_killed_worker_ends_the_run_with_one_line():
     """It does not hang, and the message names the likely cause and the remedy."""
     def batches():
@@ -418,7 +437,7 @@ def test_an_unreachable_hub_or_file_is_one_line(fineweb_hub, tmp_path):
 @pytest.mark.parametrize("change, says", [
     ({"shard_siz": 5}, "unrecognized arguments: --shard_siz"), ({"shard_size": 99}, "=99: .*1025"),
     ({"nprocs": "-1"}, "nprocs=-1: it must be a whole number >= 0"),
-    ({"encoding": "gpt3"}, "encoding=gpt3 is none of bytes, gpt2, .*cl100k_base")])
+    ({"encoding": "gpt3"}, "encoding=gpt3 is unknown: choose bytes, gpt2, .*cl100k_base")])
 def test_a_bad_flag_is_one_line(corpus, tmp_path, make, change, says):
     """The message names the flag and says what its value must be."""
     with refused(says):
@@ -545,11 +564,11 @@ def test_the_content_of_a_manifest(corpus, tmp_path, make):
 def test_a_folder_that_cannot_be_written_and_a_missing_vocabulary_are_one_line(corpus, tmp_path):
     """Both messages name the constant and the remedy."""
     done = run(corpus, __file__)
-    one_line(done.stderr, f"local_dir={__file__} cannot be written (", "make room or allow writing")
+    one_line(done.stderr, f"local_dir={__file__} cannot be written (", "free disk space or allow")
     nowhere = "http://127.0.0.1:9"
     env = {"TIKTOKEN_CACHE_DIR": str(tmp_path), "HTTPS_PROXY": nowhere, "https_proxy": nowhere}
     done = run(corpus, tmp_path / "out", encoding="gpt2", env=env)
-    one_line(done.stderr, "The vocabulary of encoding=gpt2 cannot be loaded (", "TIKTOKEN_CACHE_DIR")
+    one_line(done.stderr, "encoding=gpt2 cannot be loaded (", "TIKTOKEN_CACHE_DIR")
 
 def test_a_full_disk_leaves_only_whole_shards(corpus, whole, tmp_path, make):
     """The script says so in one line, and later the same command continues."""
