@@ -1,15 +1,19 @@
-"""FineWeb-Edu to token shards: documents in, edu_fineweb10B/*.npy out.
+"""Turn FineWeb-Edu, or documents of your own, into token shards.
 
     python fineweb.py                  # sample-10BT, 100 shards of 100 M tokens
-    python fineweb.py --max_shards=10  # 1 B tokens; a later run continues there
-    python fineweb.py --source=my_texts --local_dir=my_shards   # a local folder
+    python fineweb.py --max_shards=10  # 1 B tokens; a later run can add shards
+    python fineweb.py --source=my_texts --local_dir=my_shards  # a local folder
 
-Documents are streamed, never stored. A shard is a 1-D array of token ids with
-<|endoftext|> before each document: uint16, or uint32 if the encoding has more
-than 65,536 ids. Documents may span shards. Shard 0 is for validation. Stopped
-at any moment, the same command goes on, to the same bytes.
+Documents are streamed and never stored. A shard is a one-dimensional array of
+token ids in an .npy file: uint16, or uint32 if the encoding has more than
+65,536 ids. Each document starts with <|endoftext|> and may continue in the next
+shard. Shard 0 is for validation. You can stop the script at any moment: the
+same command continues, and makes the same shards as a run without a stop.
 
-The section below Config is what all three scripts share.
+This file also holds the helpers that all three scripts share. They cannot be in
+train_gpt2.py. That script runs as the module __main__, so importing it from
+here would load it a second time, with a second UserError class, and each worker
+process would import torch.
 """
 import argparse
 import contextlib
@@ -22,90 +26,116 @@ import json
 import logging
 import multiprocessing
 import os
+import queue
 import re
 import signal
 import sys
 import textwrap
 import threading
-from concurrent.futures.process import BrokenProcessPool, ProcessPoolExecutor
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import resource_tracker
 from pathlib import Path
-from types import SimpleNamespace
-from typing import get_args
+from typing import NamedTuple, get_args
 
 import numpy as np
 import tiktoken
 from tqdm import tqdm
 
-@dataclasses.dataclass
+@dataclasses.dataclass(frozen=True)
 class Config:
-    """Each is also a flag. Only max_shards and nprocs may change while local_dir holds shards."""
+    """The constants. Each is also a flag, and --help prints the comments below.
+
+    If local_dir already holds shards, only max_shards and nprocs may differ from the last run.
+    """
     source: str = "HuggingFaceFW/fineweb-edu"  # hub dataset, or folder of parquet or jsonl files
     remote_name: str = "sample-10BT"           # the hub dataset's configuration
-    local_dir: str = "edu_fineweb10B"          # folder for the shards
-    shard_size: int = 100_000_000              # tokens per shard, of 2 bytes each (uint32: 4)
-    max_shards: int = 0                        # number of shards, validation included; 0 = all
-    nprocs: int = 0                            # worker processes; 0 = one per core
-    encoding: str = "gpt2"                     # any of tiktoken's; bytes needs no download
+    local_dir: str = "edu_fineweb10B"          # folder in which the shards are written
+    shard_size: int = 100_000_000              # tokens per shard; a token takes 2 or 4 bytes
+    max_shards: int = 0                        # total number of shards to make; 0 = no limit
+    nprocs: int = 0                            # number of worker processes; 0 = one per CPU core
+    encoding: str = "gpt2"                     # a tiktoken encoding, or bytes (needs no download)
 
-TEXT = "text"                # the column (parquet) or key (JSON) that holds a document
+TEXT = "text"                # the parquet column or JSON key that holds a document's text
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
-BATCH_BYTES = 2 << 20        # text per batch; with 64 KiB, a corpus takes 15 % more time
+BATCH_BYTES = 2 << 20        # of text per batch; with 64 KiB, tokenizing a corpus takes 15 % longer
 
-# ---------------------------------------------------------------- what all three scripts share
+# --------------------------------------------------------------- what all three scripts share
+# Errors, encodings, safe file writes, folder locks and command-line flags. This section imports
+# no heavy package, so that worker processes start fast.
 class UserError(Exception):
-    """A mistake that the user can correct; its text is the one line that is printed."""
+    """A mistake that the user can correct. main() prints its text as one line."""
 
 def first_line(error):
-    """What a library's error says first, cut between words to at most 160 characters."""
+    """Return the first informative line of an exception's text, at most 160 characters long."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    line = lines[1] if lines[0].endswith(":") and len(lines) > 1 else lines[0]  # a mere heading
+    only_a_heading = lines[0].endswith(":") and len(lines) > 1
+    line = lines[1] if only_a_heading else lines[0]
     return textwrap.shorten(line.rstrip(".: "), width=160, placeholder=" ...")
 
 def encoding_parts(name):
-    """What a tiktoken.Encoding is made of. A tokenizer of your own is one more case here."""
-    if name == "bytes":  # pat_str cuts texts before merging; bytes merge nothing, so any cut does
-        return dict(name=name, pat_str=r"(?s:.{1,128})", special_tokens={"<|endoftext|>": 256},
-                    mergeable_ranks={bytes([i]): i for i in range(256)})
+    """Return the arguments of tiktoken.Encoding for the encoding called `name`.
+
+    To use a tokenizer of your own, add a case here. Raise UserError if the name is unknown.
+    """
+    if name == "bytes":
+        return dict(
+            name=name,
+            pat_str=r"(?s:.{1,128})",  # bytes are never merged, so any way to split a text will do
+            mergeable_ranks={bytes([i]): i for i in range(256)},
+            special_tokens={"<|endoftext|>": 256})
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
     if name not in ENCODING_CONSTRUCTORS:
-        raise UserError(f"encoding={name} is none of bytes, {', '.join(ENCODING_CONSTRUCTORS)}.")
+        raise UserError(f"encoding={name} is unknown: choose bytes, "
+                        f"{', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
-@functools.lru_cache  # without it, 10,042 HellaSwag questions take 63 s of CPU, not 3
+@functools.lru_cache  # without the cache, 10,042 HellaSwag questions take 63 s of CPU time, not 3
 def get_encoding(name):
-    """The tiktoken.Encoding with that name. Raises UserError."""
+    """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used."""
     try:
         encoding = tiktoken.Encoding(**encoding_parts(name))
-    except (OSError, ValueError) as e:  # the download failed, or came damaged
-        raise UserError(f"encoding={name} has no vocabulary ({first_line(e)}): go online once, "
-                        f"point TIKTOKEN_CACHE_DIR to it, or take --encoding=bytes.") from None
+    except (OSError, ValueError) as e:  # the download failed or was damaged
+        raise UserError(f"The vocabulary of encoding={name} cannot be loaded ({first_line(e)}): "
+                        f"connect to the internet once, set TIKTOKEN_CACHE_DIR to a folder that "
+                        f"contains it, or use --encoding=bytes.") from None
     if "<|endoftext|>" not in encoding.special_tokens_set:
-        raise UserError(f"encoding={name} lacks the special token <|endoftext|>: it begins texts.")
+        raise UserError(f"encoding={name} lacks the special token <|endoftext|>, which starts each "
+                        f"document: add it in encoding_parts().")
     return encoding
 
-# Text on which tokenizers differ: hugging_face_tokenizer() compares its ids with tiktoken's
+# A text that different tokenizers split differently. hugging_face_tokenizer() checks with it that
+# the tokenizer it has built agrees with tiktoken.
 PROBE = "Don't stop . it's\n\n\t 'LL we'Ll naïve 日本 🙂  1234567 x=[1, 2];\r\n return !?\n \n"
 
 def hugging_face_tokenizer(encoding, context):
-    """A tiktoken encoding as a transformers tokenizer. Raises ValueError."""
+    """Return a transformers tokenizer that gives the same ids as a tiktoken encoding.
+
+    context: the longest input of the model, in tokens.
+    Raise ValueError if the tokenizer that was built gives other ids.
+    """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-    parts, letters = encoding_parts(encoding.name), bytes_to_unicode()  # a letter for each byte
-    ids = {"".join(letters[byte] for byte in token): i
-           for token, i in parts["mergeable_ranks"].items()}
-    scores = {token: -i for token, i in ids.items()}  # the highest is merged first: the lowest id
-    merges = generate_merges(ids, scores)
+    parts = encoding_parts(encoding.name)
+    letters = bytes_to_unicode()  # the library writes each byte of a token as one letter
+    vocabulary = {"".join(letters[byte] for byte in token): i
+                  for token, i in parts["mergeable_ranks"].items()}
+    # generate_merges() wants the highest score for the token that is merged first. In tiktoken,
+    # tokens with low ids are merged first.
+    scores = {token: -i for token, i in vocabulary.items()}
+    merges = generate_merges(vocabulary, scores)
     special = {i: token for token, i in parts["special_tokens"].items()}
-    for i in set(range(encoding.n_vocab)) - set(ids.values()):  # special, or cl100k_base's unused
-        token = special.setdefault(i, f"<|unused{i}|>")
-        ids[token] = i
-    backend = Tokenizer(models.BPE(ids, merges))
+    for i in set(range(encoding.n_vocab)) - set(vocabulary.values()) - set(special):
+        special[i] = f"<|unused{i}|>"  # cl100k_base has unused ids; the library allows none
+    vocabulary |= {token: i for i, token in special.items()}
+    backend = Tokenizer(models.BPE(vocabulary, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if merges:  # bytes need no pieces
-        # tiktoken's patterns have a possessive + after each }, as in \p{L}++ and {1,3}+. Drop it:
-        # to the library tokenizers, {1,3}+ is a repeat of {1,3}
-        pieces = pre_tokenizers.Split(Regex(parts["pat_str"].replace("}+", "}")), "isolated")
+    if merges:  # the bytes encoding has no merges, so a text need not be split before merging
+        # In tiktoken's patterns {1,3}+ is a possessive {1,3}. The library would read the + as
+        # "one or more times {1,3}". Without the +, the pattern matches the same pieces.
+        pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", parts["pat_str"])
+        pieces = pre_tokenizers.Split(Regex(pattern), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(special[i], normalized=False) for i in sorted(special)])
@@ -117,11 +147,16 @@ def hugging_face_tokenizer(encoding, context):
         model_max_length=context, clean_up_tokenization_spaces=False)
 
 def token_dtype(encoding):
-    """The NumPy type that its ids are stored in."""
+    """Return the NumPy type in which the ids of an encoding are stored."""
     return np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
 
 def write_whole(path, write, verify=None):
-    """write(file) under a temporary name, flush it to the disk, verify(its path), rename it."""
+    """Write a file so that `path` never holds a half-written file, not even after a power cut.
+
+    write(file) writes the content to a temporary file, which is then flushed to the disk and
+    renamed to `path`. If given, verify(path of the temporary file) is called before the renaming.
+    If it raises an exception, `path` is left as it was.
+    """
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
@@ -136,33 +171,49 @@ def write_whole(path, write, verify=None):
         part.unlink(missing_ok=True)
 
 def remove_parts(folder):
-    """Delete what write_whole() left in a locked folder when its process was killed."""
-    for part in Path(folder).glob("*.*.part"):  # shard.npy.part, not somebody's movie.part
+    """Delete the temporary files that write_whole() leaves behind when its process is killed.
+
+    The caller must hold the folder's lock, because another process may be writing such a file.
+    """
+    for part in Path(folder).glob("*.*.part"):  # matches shard.npy.part, but not movie.part
         part.unlink()
 
 def lock_folder(folder):
-    """Have `folder` alone: keep what this returns, as long as need be. Raises UserError."""
-    import filelock  # torch and datasets depend on it
+    """Lock a folder, so that no other run uses it, and return the lock. Keep a reference to it.
+
+    The lock is released when the object is deleted and when this process ends, whatever ends it.
+    Raise UserError if another process holds the lock. If the disk does not support locks, print a
+    warning instead.
+    """
+    import filelock  # torch and datasets depend on it, so it is always installed
     lock = filelock.FileLock(Path(folder, ".lock"))
     try:
-        lock.acquire(timeout=0)  # the system frees it, however this process ends
+        lock.acquire(timeout=0)
     except filelock.Timeout:
-        raise UserError(f"Another run uses {folder}/: wait, or name another folder.") from None
-    except (NotImplementedError, OSError) as e:  # some network disks have no locks
-        print(f"{folder}/ cannot be locked ({first_line(e)}): no other run may write there.")
+        raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose another "
+                        f"folder.") from None
+    except (NotImplementedError, OSError) as e:  # some network disks do not support locks
+        print(f"{folder}/ cannot be locked ({first_line(e)}): make sure that no other run writes "
+              f"to it.")
     return lock
 
 def parse_flags(cls, doc, presets=None):
-    """{name: text} of the flags given. --help shows the comments in cls, defaults, and presets."""
+    """Parse the command line; return {name: text} of the flags that were given.
+
+    cls: a dataclass. Each field is a flag, and --help prints the comment at the end of its line.
+    doc: the text that --help prints above the flags.
+    presets: {name: {field: value}}. --help prints these values after the default.
+    Raise UserError for an unknown flag.
+    """
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
-    help_texts = dict(re.findall(r"^ +(\w+) *:[^#\n]*# *(.*)$", inspect.getsource(cls), re.M))
+    comments = dict(re.findall(r"^ +(\w+) *:[^#\n]*# *(.*)$", inspect.getsource(cls), re.M))
     for field in dataclasses.fields(cls):
         values = [repr(field.default)]
         for preset, constants in (presets or {}).items():
             if field.name in constants:
                 values.append(f"in {preset} {constants[field.name]!r}")
-        text = f"{help_texts.get(field.name)} [{', '.join(values)}]".replace("%", "%%")
+        text = f"{comments.get(field.name, '')} [{', '.join(values)}]".replace("%", "%%")
         parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text,
                             metavar="|".join(map(str, get_args(field.type))) or "X")
 
@@ -172,22 +223,32 @@ def parse_flags(cls, doc, presets=None):
     return vars(parser.parse_args())
 
 def make_config(cls, values):
-    """cls(**values), each value as its annotation says. Raises UserError."""
-    for name in [*vars(cls), *values]:  # a constant without a type is no field, and has no flag
-        if not name.startswith("_") and name not in cls.__annotations__:
-            raise UserError(f"{name} is mistyped, or lacks a type in Config ({name}: int = 1).")
-    values = {field.name: field.default for field in dataclasses.fields(cls)} | values
-    must_be = {bool: "True or False", int: "a whole number >= 0", float: "a finite number >= 0"}
-    for name, kind in cls.__annotations__.items():
-        value = values[name]
-        try:
-            values[name] = typed(value, kind)
-        except (KeyError, TypeError, ValueError):
-            raise UserError(f"{name}={value}: it must be {must_be.get(kind, kind)}.") from None
-    return cls(**values)
+    """Return cls(**values), in which every value has the type that its field is annotated with.
 
-def typed(value, kind):
-    """`value`, perhaps a text as 1e3, as one of `kind`; KeyError or ValueError if it is none."""
+    cls: a dataclass whose fields all have defaults. values: {name: value, or its text}.
+    Raise UserError for an unknown name, a constant without a type, and an impossible value.
+    """
+    types = cls.__annotations__
+    for name in vars(cls):
+        if not name.startswith("_") and name not in types:
+            raise UserError(f"{name} in Config lacks a type: write {name}: int = 1, for example.")
+    for name in values:
+        if name not in types:
+            raise UserError(f"{name} is not a constant in Config: check its spelling.")
+    converted = {}
+    for name, kind in types.items():
+        value = values.get(name, getattr(cls, name))  # the class attribute is the field's default
+        try:
+            converted[name] = convert(value, kind)
+        except (KeyError, TypeError, ValueError):
+            raise UserError(f"{name}={value}: it must be {describe_type(kind)}.") from None
+    return cls(**converted)
+
+def convert(value, kind):
+    """Convert a value, or a text such as "1e3", to a type: bool, int, float, str or a Literal.
+
+    Raise KeyError, TypeError or ValueError if that is impossible or a number is negative.
+    """
     if kind is bool:
         return {"True": True, "False": False}[str(value).capitalize()]
     if kind in (int, float):
@@ -197,11 +258,29 @@ def typed(value, kind):
         return kind(number)
     if kind is str:
         return str(value)
-    return {str(choice): choice for choice in get_args(kind)}[str(value)]  # a Literal; or KeyError
+    choices = {str(choice): choice for choice in get_args(kind)}  # empty if it is not a Literal
+    return choices[str(value)]
+
+def describe_type(kind):
+    """Return a description of a type's values for an error message."""
+    if kind in (bool, int, float):
+        return {bool: "True or False", int: "a whole number >= 0",
+                float: "a finite number >= 0"}[kind]
+    return str(kind)
 
 # ----------------------------------------------------------------------------------- documents
+# Find the files of the corpus and read their documents in batches, from any point on.
+class Place(NamedTuple):
+    """A point in the corpus at which a shard ends and the next one begins."""
+    file_number: int  # index of a file in reading order; the number of files at the corpus's end
+    row: int          # a row of that file
+    used: int         # tokens that belong to earlier shards, counted from the start of that row
+
 def find_files(source, remote_name):
-    """[(path or URL, size in bytes)] of the corpus in reading order. Raises UserError."""
+    """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
+
+    Raise UserError if `source` is neither a local folder nor a dataset that can be reached.
+    """
     if os.path.isdir(source):
         paths = [path for path in sorted(Path(source).rglob("*")) if path.is_file()]
         files = [(str(path), path.stat().st_size) for path in paths]
@@ -210,230 +289,389 @@ def find_files(source, remote_name):
     return [(url, size) for url, size in files if url.endswith(SUFFIXES)]
 
 def find_hub_files(source, remote_name):
-    """[(URL, size in bytes)] of what `datasets` would stream. Raises UserError."""
+    """Return [(URL, size in bytes)] of the files that `datasets` would stream.
+
+    Raise UserError if the hub cannot be reached or does not have the dataset.
+    """
     import datasets
     import fsspec
-    logging.disable(logging.CRITICAL)  # the hub client's lines on each new attempt
+    logging.disable(logging.CRITICAL)  # the hub's client logs a line for each attempt
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    print(f"Asking {hub} for {source}, {remote_name} (half a minute, if there is no network)")
+    print(f"Asking {hub} for {source}, {remote_name} (takes half a minute without a network)")
     try:
         builder = datasets.load_dataset_builder(source, remote_name)
         urls = (builder.config.data_files or {}).get("train", [])
         return [(url, fsspec.url_to_fs(url)[0].size(url)) for url in urls]
-    except Exception as e:  # which class it has depends on the client's HTTP library
+    except Exception as e:  # the class depends on the HTTP library that the client uses
         raise UserError(f"source={source} is not a folder here, and its remote_name={remote_name} "
                         f"cannot be fetched from {hub} ({first_line(e)}): check both names and the "
                         f"network, or try a mirror: HF_ENDPOINT=https://hf-mirror.com.") from None
 
 def read_batches(urls, start):
-    """Yield (file, row, texts): batches of rows from the place `start` on. Raises UserError."""
-    import fsspec  # datasets and torch depend on it
-    for file in range(start["file"], len(urls)):
-        url = urls[file]
-        row = start["row"] if file == start["file"] else 0
+    """Yield (file number, number of the first row, texts) from the row of the Place `start` on.
+
+    A text is "" or None if its row has no text. Raise UserError if a file cannot be read.
+    """
+    import fsspec  # datasets and torch depend on it, so it is always installed
+    for file_number in range(start.file_number, len(urls)):
+        url = urls[file_number]
+        row = start.row if file_number == start.file_number else 0
         read = read_parquet if url.endswith(".parquet") else read_json
         try:
-            fs, path = fsspec.url_to_fs(url)
-            # 32 MiB a request, as each is waited for; .gz is unpacked
-            with fs.open(path, block_size=32 << 20, compression="infer") as opened:
-                for texts in read(opened, row):
-                    yield file, row, texts
+            filesystem, path = fsspec.url_to_fs(url)
+            # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
+            with filesystem.open(path, block_size=32 << 20, compression="infer") as file:
+                for texts in read(file, row):
+                    yield file_number, row, texts
                     row += len(texts)
-        except Exception as e:  # ArrowInvalid, OSError, zlib.error, and all that a network raises
+        except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
             raise UserError(f"{url} cannot be read from row {row + 1} on ({type(e).__name__}: "
-                            f"{first_line(e)}): repair it; the same command continues.") from None
+                            f"{first_line(e)}): repair the file or the network; the same command "
+                            f"continues.") from None
 
 def read_parquet(file, first):
-    """Yield lists of texts, None where there is none, from row number `first` on."""
+    """Yield lists of texts, of which some may be None, from row number `first` on."""
     import pyarrow.parquet as pq
-    # a row group of 409 MB takes 204 MB of memory with these two, 560 without
+    # These two options save memory: 204 instead of 560 MB for a row group of 409 MB.
     parquet = pq.ParquetFile(file, buffer_size=BATCH_BYTES, pre_buffer=False)
+    skip = first
     for number in range(parquet.num_row_groups):
         group = parquet.metadata.row_group(number)
-        if first >= group.num_rows:
-            first -= group.num_rows
+        if skip >= group.num_rows:
+            skip -= group.num_rows
             continue
         batch_rows = max(1, BATCH_BYTES * group.num_rows // group.total_byte_size)
         for part in parquet.iter_batches(batch_rows, row_groups=[number], columns=[TEXT]):
-            rows = part[TEXT][first:].cast("large_binary").to_pylist()  # need not be UTF-8
+            # A string column may hold bytes that are not UTF-8, so read it as bytes.
+            rows = part[TEXT][skip:].cast("large_binary").to_pylist()
             yield [text and text.decode("utf-8", "replace") for text in rows]
-            first = max(0, first - len(part))  # rows still to skip
+            skip = max(0, skip - len(part))
 
 def read_json(file, first):
-    """Yield lists of texts, "" for none, from line `first` on. No lone surrogates, for tiktoken."""
-    with io.BufferedReader(file, BATCH_BYTES) as lines:  # fsspec's own reading takes 2 ms a line
+    """Yield lists of texts, "" for a row without text, from line number `first` on."""
+    with io.BufferedReader(file, BATCH_BYTES) as lines:  # fsspec's own buffer takes 2 ms per line
         for _ in itertools.islice(lines, first):
             pass
         while block := lines.readlines(BATCH_BYTES):
             texts = []
-            try:
-                for line in block:
-                    row = json.loads(line) if line.strip() else {}
-                    text = row.get(TEXT) or ""
-                    texts.append(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
-            finally:  # if a line is bad, first yield the good ones before it, so that
-                yield texts  # read_batches() names the right row; then the error goes on
+            for line in block:
+                try:
+                    texts.append(json_text(line))
+                except Exception:
+                    yield texts  # the caller counts these rows, so it can name the bad one
+                    raise
+            yield texts
+
+def json_text(line):
+    """Return the text in a line of JSON, or "" if it has none.
+
+    Replace lone surrogates (halves of an emoji, for example), which tiktoken does not accept.
+    """
+    row = json.loads(line) if line.strip() else {}
+    text = row.get(TEXT) or ""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 # -------------------------------------------------------------------------------------- tokens
+# Worker processes tokenize batches of documents. The main process reads and writes.
 def tokenize(texts, name):
-    """The tokens of a list of texts, (n,). "<|endoftext|>" begins each; in a text it is text."""
+    """Return the tokens of a list of texts in the encoding called `name`, (n,).
+
+    Each text starts with the <|endoftext|> token. The characters "<|endoftext|>" in a text are
+    ordinary text. Texts that are empty, blank or None are left out.
+    """
     encoding = get_encoding(name)
     end_of_text = np.array([encoding.eot_token])
-    parts = [end_of_text[:0]]  # concatenate wants an array, even if there is no text
+    parts = [end_of_text[:0]]  # concatenate() fails on an empty list
     for text in texts:
         if text and text.strip():
             parts += [end_of_text, encoding.encode_to_numpy(text, disallowed_special=())]
-    return np.concatenate(parts, dtype=token_dtype(encoding), casting="unsafe")  # each id fits
+    return np.concatenate(parts, dtype=token_dtype(encoding), casting="unsafe")  # all ids fit
 
-def start_worker():
-    """In a new worker: end with the parent, be it by kill -9."""
-    def end_with_parent():
-        multiprocessing.parent_process().join()
-        os._exit(1)
-    threading.Thread(target=end_with_parent, daemon=True).start()
+class Worker:
+    """A process that tokenizes. stop() kills it. It also ends when this process has ended."""
+    def __init__(self, name):
+        context = multiprocessing.get_context("spawn")
+        self.connection, far_end = context.Pipe()
+        self.process = context.Process(target=answer_requests, args=(far_end, name))
+        self.process.start()
+        far_end.close()  # now only the worker holds it, so recv() fails if the worker dies
+
+    def tokenize(self, texts):
+        """Return the tokens of a list of texts, (n,). Raise UserError if the process is dead."""
+        try:
+            self.connection.send(texts)
+            return self.connection.recv()
+        except (EOFError, OSError):
+            raise UserError("A worker process died, probably for lack of memory: use a smaller "
+                            "--nprocs; the same command continues.") from None
+
+    def stop(self):
+        """Kill the process."""
+        self.process.kill()
+        self.process.join()
+
+def answer_requests(connection, name):
+    """Run a worker process: receive lists of texts and send their tokens back.
+
+    Return when the connection is closed, which also happens if the main process is killed.
+    """
+    while True:
+        try:
+            texts = connection.recv()
+        except (EOFError, OSError):
+            return
+        tokens = tokenize(texts, name)
+        try:
+            connection.send(tokens)
+        except OSError:
+            return
+
+def start_workers(nprocs, name):
+    """Start worker processes for the encoding called `name`; return a list of Workers.
+
+    Ctrl-C sends SIGINT to all processes of the terminal, but only the main process should handle
+    it. A process inherits the set of blocked signals, so SIGINT is blocked while workers start.
+    If it arrives in that time, the main process handles it afterwards.
+    """
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        return [Worker(name) for _ in range(nprocs)]
+    resource_tracker.ensure_running()  # starting it unblocks SIGINT, so start it first
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        return [Worker(name) for _ in range(nprocs)]
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 def tokenize_all(batches, nprocs, name):
-    """Yield `batches` with tokens for texts, in order, by `nprocs` processes. Raises UserError."""
-    executor = ProcessPoolExecutor(nprocs, multiprocessing.get_context("spawn"), start_worker)
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # which workers inherit
-    for _ in range(nprocs):
-        executor.submit(os.getpid)  # a job starts a worker
-    signal.signal(signal.SIGINT, handler)
-    jobs = ((file, row, executor.submit(tokenize, texts, name)) for file, row, texts in batches)
+    """Tokenize batches in nprocs worker processes.
+
+    Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
+    At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
+    """
+    workers = start_workers(nprocs, name)
+    idle = queue.SimpleQueue()
+    for worker in workers:
+        idle.put(worker)
+
+    def tokenize_in_worker(texts):
+        worker = idle.get()
+        try:
+            return worker.tokenize(texts)
+        finally:
+            idle.put(worker)
+
+    threads = ThreadPoolExecutor(nprocs)  # each waits for one worker
+    # Each item that is taken from this generator reads a batch and submits it.
+    jobs = ((file_number, row, threads.submit(tokenize_in_worker, texts))
+            for file_number, row, texts in batches)
     try:
-        waiting = list(itertools.islice(jobs, 3 * nprocs))  # no more are in memory
+        waiting = deque(itertools.islice(jobs, 3 * nprocs))
         while waiting:
-            file, row, future = waiting.pop(0)
-            yield file, row, future.result()
+            file_number, row, job = waiting.popleft()
+            yield file_number, row, job.result()
             waiting.extend(itertools.islice(jobs, 1))
-    except BrokenProcessPool:
-        raise UserError("A worker process died, probably for lack of memory: take a smaller "
-                        "--nprocs; the same command continues.") from None
     finally:
-        executor.shutdown(cancel_futures=True)
+        for worker in workers:
+            worker.stop()
+        threads.shutdown(cancel_futures=True)
 
 # -------------------------------------------------------------------------------------- shards
+# manifest.json lists the finished shards, where each ends in the corpus, and all settings that
+# determine their content. With it, a run continues exactly where the last one stopped.
+class Shard(NamedTuple):
+    """A finished shard, as the manifest describes it."""
+    name: str       # of its file
+    tokens: int
+    documents: int  # that start in it
+    end: Place
+
 def settings_of(cfg, files):
-    """All that determines the shards made of `files`, [(path or URL, size)], by name."""
+    """Return {name: value} of everything that determines the shards made from these files.
+
+    files: [(path or URL, size in bytes)]
+    """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     for number, (url, size) in enumerate(files):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
-def find_finished(folder, cfg, files):
-    """(manifest's entries of finished shards, []); or ([], texts on what is not as it was)."""
+def read_manifest(path):
+    """Return the settings in a manifest, and its Shards. Raise UserError if it is damaged."""
+    try:
+        content = json.loads(path.read_bytes())
+        settings = dict(content["settings"])
+        shards = []
+        for entry in content["shards"]:
+            end = Place(int(entry["file"]), int(entry["row"]), int(entry["used"]))
+            shards.append(Shard(str(entry["name"]), tokens=int(entry["tokens"]),
+                                documents=int(entry["documents"]), end=end))
+        return settings, shards
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise UserError(f"{path} cannot be read ({type(e).__name__}: {first_line(e)}): restore it, "
+                        f"or delete it together with all shards to make them again.") from None
+
+def write_manifest(cfg, files, shards):
+    """Write the manifest of these Shards. Raise UserError if that fails."""
+    files_used = files[:shards[-1].end.file_number + 1] if shards else []
+    entries = []
+    for shard in shards:
+        file_number, row, used = shard.end
+        entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
+                        "file": file_number, "row": row, "used": used})
+    manifest = {"settings": settings_of(cfg, files_used), "shards": entries}
+    content = json.dumps(manifest, indent=1).encode()
+    write_result(cfg, "manifest.json", lambda file: file.write(content))
+
+def write_array(file, array):
+    """Write the same bytes as np.save(), which does not notice a full disk (ndarray.tofile())."""
+    header = np.lib.format.header_data_from_array_1_0(array)
+    np.lib.format.write_array_header_1_0(file, header)
+    file.write(array.data)
+
+def write_result(cfg, name, write):
+    """Write a file in local_dir with write(file). Raise UserError if that fails."""
+    try:
+        write_whole(Path(cfg.local_dir, name), write)
+    except OSError as e:
+        raise UserError(f"local_dir={cfg.local_dir} cannot be written ({first_line(e)}): free disk "
+                        f"space or allow writing; the same command continues after the last "
+                        f"finished shard.") from None
+
+def find_finished(cfg, files):
+    """Return the finished Shards in local_dir that this run continues; [] to begin with shard 0.
+
+    Raise UserError if local_dir holds shards made with other settings or from other files. A
+    validation shard without training shards may be replaced, because a corpus that is too short
+    for the settings leaves one.
+    """
+    folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
-    content = json.loads(manifest.read_bytes()) if manifest.exists() else {}
-    before, shards = content.get("settings", {}), content.get("shards", [])
-    files_used = shards[-1]["file"] + 1 if shards else 0  # the others may change
+    has_training_shards = any(folder.glob("*_train_*.npy"))
+    if not manifest.exists():
+        if has_training_shards:
+            raise UserError(f"{folder}/ holds shards, but no manifest.json that says how they were "
+                            f"made: restore it, or choose another --local_dir.")
+        return []
+    before, shards = read_manifest(manifest)
+    files_used = shards[-1].end.file_number + 1 if shards else 0  # later files may have changed
     now = settings_of(cfg, files[:files_used])
     changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                for name in {**before, **now} if before.get(name) != now.get(name)]
-    if changes:
-        return [], changes
-    return list(itertools.takewhile(lambda entry: (folder / entry["name"]).exists(), shards)), []
-
-def forget_settings(folder, changes):
-    """Forget a lone validation shard, which a short text leaves. UserError if there are more."""
-    if any(folder.glob("*train*.npy")):
+    if not changes:
+        return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
+    if has_training_shards:
         raise UserError(f"The shards in {folder}/ were made with other settings or files "
-                        f"({'; '.join(changes[:3])}): undo that, or take another --local_dir.")
-    (folder / "manifest.json").unlink(missing_ok=True)  # or it would describe the next shard 0
+                        f"({'; '.join(changes[:3])}): undo that, or choose another --local_dir.")
+    return []
 
 def cut_shards(results, shard_size, dtype, start, n_files):
-    """Yield for each shard after `start`: its tokens (n,), and the place where they end.
+    """Cut tokens into shards; yield the tokens (n,) of each shard and the Place at its end.
 
-    A place: the number of a file, a row in it, and how many tokens from that row on were used; the
-    last is file n_files. The next shard overwrites the tokens.
+    results: (file number, row, tokens) from the row of the Place `start` on.
+    n_files: the number of files. The corpus ends at Place(n_files, 0, 0).
+    The yielded array is overwritten with the next shard.
     """
     shard = np.empty(shard_size, dtype)
-    filled, used = 0, start["used"]
+    filled = 0
+    skip = start.used  # tokens at the start of `results` that belong to earlier shards
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:  # on a terminal
-        for file, row, tokens in results:
-            while used < len(tokens):
-                part = tokens[used:used + shard_size - filled]
+        for file_number, row, tokens in results:
+            position = min(skip, len(tokens))
+            skip -= position
+            while position < len(tokens):
+                part = tokens[position:position + shard_size - filled]
                 shard[filled:filled + len(part)] = part
                 filled += len(part)
-                used += len(part)
+                position += len(part)
                 bar.update(len(part))
                 if filled == shard_size:
-                    yield shard, {"file": file, "row": row, "used": used}
+                    yield shard, Place(file_number, row, position)
                     filled = 0
                     bar.reset()
-            # `used` becomes 0. Only after a restart, which reads from another row on, and so cuts
-            # batches elsewhere, it may exceed this one: then the rest of it is skipped in the next
-            used -= len(tokens)
     if filled:
-        yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
+        yield shard[:filled], Place(n_files, 0, 0)
 
-def add_shards(cfg, folder, files, shards):
-    """Make the shards that follow `shards`, and append their entries. Raises UserError, OSError."""
+def add_shards(cfg, files, finished):
+    """Make the shards that follow the `finished` Shards, and return their Shards.
+
+    Raise UserError if a document cannot be read, a file cannot be written, or a worker dies.
+    """
     encoding = get_encoding(cfg.encoding)
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}  # entries hold places
+    start = finished[-1].end if finished else Place(0, 0, 0)
+    shards = list(finished)
+    write_manifest(cfg, files, shards)  # an older manifest must not describe the new shards
     batches = read_batches([url for url, size in files], start)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
-    cut = cut_shards(results, cfg.shard_size, token_dtype(encoding), start, len(files))
-    # whatever ends this, they are closed, the last one first: no file or process stays
+    cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,
+                     n_files=len(files))
+    # Whatever ends this block, the generators are closed, so that no file or process stays open.
     with contextlib.closing(batches), contextlib.closing(results), contextlib.closing(cut):
         for tokens, end in cut:
             name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
             documents = int(np.count_nonzero(tokens == encoding.eot_token))
-            shards.append({"name": name, "tokens": len(tokens), "documents": documents, **end})
-            manifest = {"settings": settings_of(cfg, files[:end["file"] + 1]), "shards": shards}
-            content = json.dumps(manifest, indent=1).encode()
-            # into a real file, np.save writes by ndarray.tofile(), which misses a full disk
-            write_whole(folder / name,
-                        lambda file: np.save(SimpleNamespace(write=file.write), tokens))
-            write_whole(folder / "manifest.json", lambda file: file.write(content))
-            # without its lock: Ctrl-C amid taking it would be an error of tqdm's
-            tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents", nolock=True)
+            write_result(cfg, name, lambda file: write_array(file, tokens))
+            shards.append(Shard(name, tokens=len(tokens), documents=documents, end=end))
+            write_manifest(cfg, files, shards)
+            tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents")
             if len(shards) == cfg.max_shards:
                 break
+    return shards[len(finished):]
 
 def make_shards(cfg):
-    """Make the shards that `cfg` asks for and local_dir lacks. Raises UserError, OSError."""
-    if cfg.shard_size < 1025:  # a row of train_gpt2.py at T=1024 and the token after it
-        raise UserError(f"shard_size={cfg.shard_size}: take 1025 tokens or more.")
+    """Make the shards that `cfg` asks for and local_dir lacks, and print the totals.
+
+    Raise UserError for anything that the user can correct.
+    """
+    if cfg.shard_size < 1025:  # a row of train_gpt2.py with T=1024 and the token after it
+        raise UserError(f"shard_size={cfg.shard_size}: it must be 1025 or more.")
     files = find_files(cfg.source, cfg.remote_name)
     folder = Path(cfg.local_dir)
-    lock = lock_folder(folder)  # noqa: F841  held as long as it is referred to
+    lock = lock_folder(folder)  # noqa: F841  the lock lasts until this function returns
     remove_parts(folder)
-    shards, changes = find_finished(folder, cfg, files)
-    if changes:
-        forget_settings(folder, changes)  # in a new folder all is changed, and nothing forgotten
-    found = len(shards)
-    corpus_is_done = found > 0 and shards[-1]["file"] == len(files)
-    if not corpus_is_done and (cfg.max_shards == 0 or found < cfg.max_shards):
-        add_shards(cfg, folder, files, shards)
-    tokens = sum(entry["tokens"] for entry in shards)
+    finished = find_finished(cfg, files)
+    corpus_is_done = bool(finished) and finished[-1].end.file_number == len(files)
+    made = []
+    if not corpus_is_done and (cfg.max_shards == 0 or len(finished) < cfg.max_shards):
+        made = add_shards(cfg, files, finished)
+    shards = finished + made
+    tokens = sum(shard.tokens for shard in shards)
     if len(shards) < 2:
         raise UserError(f"source={cfg.source} has {tokens:,} tokens ({TEXT!r} in its "
-                        f"{', '.join(SUFFIXES)} files): beside a validation shard of "
-                        f"{cfg.shard_size:,} there is nothing to train on. Take more text or "
+                        f"{', '.join(SUFFIXES)} files): with a validation shard of "
+                        f"{cfg.shard_size:,} there is nothing to train on. Use more text, a larger "
                         f"--max_shards, or --shard_size={tokens // 10 + 1} for ten shards.")
-    documents = sum(entry["documents"] for entry in shards)
-    made = sum(entry["tokens"] for entry in shards[found:])
+    documents = sum(shard.documents for shard in shards)
     print(f"{folder}/: {documents:,} documents, {tokens:,} tokens in {len(shards)} shards\n"
-          f"This run: {made:,} tokens\n"
-          f"Train on it: python train_gpt2.py --data={folder} --encoding={cfg.encoding}")
+          f"This run: {sum(shard.tokens for shard in made):,} tokens\n"
+          f"To train on them: python train_gpt2.py --data={folder} --encoding={cfg.encoding}")
 
 # -------------------------------------------------------------------------------- command line
-def main():
-    """The exit status: None, a message or a number."""
-    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # as stderr is
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # clusters send it: like Ctrl-C
+def end_at_once(signal_number, frame):
+    """Handle Ctrl-C and SIGTERM: print one line and end the process, whatever it is doing.
+
+    Raising KeyboardInterrupt is not safe. If it arrives while a library holds a lock, the lock
+    may stay locked, and the process hangs during clean-up. None is needed here: finished shards
+    are on the disk, the next run deletes a half-written file, the operating system releases the
+    folder's lock, and workers end when the main process has ended.
+    """
     try:
-        cfg = make_config(Config, parse_flags(Config, __doc__))
-        make_shards(cfg)
+        os.write(2, b"\nStopped. The same command continues after the last whole shard.\n")
+    finally:
+        os._exit(130)
+
+def main():
+    """Do what the command line asks; return the exit status: None or an error message."""
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
+    for signal_number in (signal.SIGINT, signal.SIGTERM):  # clusters send SIGTERM
+        signal.signal(signal_number, end_at_once)
+    # tqdm's own lock is a semaphore. After end_at_once(), Python may report it as leaked.
+    tqdm.set_lock(threading.RLock())
+    for_users = __doc__.rpartition("\n\n")[0]  # the last paragraph is for readers of the code
+    try:
+        make_shards(make_config(Config, parse_flags(Config, for_users)))
     except UserError as e:
         return f"fineweb.py: {e}"
-    except OSError as e:
-        return (f"fineweb.py: local_dir={cfg.local_dir} cannot be written ({first_line(e)}): make "
-                f"room, and the same command continues after the last finished shard.")
-    except KeyboardInterrupt:
-        print("\nStopped. The same command continues after the last whole shard.", file=sys.stderr)
-        return 130
 
 if __name__ == "__main__":
     sys.exit(main())

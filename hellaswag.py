@@ -1,22 +1,24 @@
-"""HellaSwag (Zellers et al. 2019): which of four endings is likeliest?
+"""Score causal language models on HellaSwag (Zellers et al. 2019).
 
     python hellaswag.py                         # GPT-2 (124M), best device
     python hellaswag.py -m gpt2-xl -d cuda      # any causal LM on the hub
-    python hellaswag.py -m log/hf --limit 1000  # what training exported
+    python hellaswag.py -m log/hf --limit 1000  # a model that you have trained
 
 In Python: evaluate(model, prepare(iterate_examples("val"), model, encode))
 
-One of the 10,042 questions; label is the number of the right ending:
+HellaSwag (arXiv:1905.07830) asks which of four endings continues a text. Its validation split has
+10,042 questions such as this one, where "label" is the index of the right ending:
 
     {"ctx": "A young man sits on a bed. the man", "label": 3, "endings": ["then wipes his face.",
      "gets up and walks towards the camera.", "lifts a shoe to his mouth.", "starts playing ..."]}
 
-A row holds a question's context and one of its endings. The losses of the ending's tokens say how
-likely the model finds it: the lowest sum is its answer for acc, the lowest mean for acc_norm.
-GPT-2 (124M) has acc 0.2859 and acc_norm 0.2955, GPT-2 XL 0.3842 and 0.4893; guessing has 0.25.
-Nothing is asked of a model but logits for ids.
+Each question gives four rows of tokens: the context followed by one of the endings. The model's
+cross-entropy loss is computed for each token of an ending. The model's answer is the ending with
+the lowest sum of losses (acc) or with the lowest mean loss per token (acc_norm). GPT-2 (124M) has
+acc 0.2859 and acc_norm 0.2955, GPT-2 XL has 0.3842 and 0.4893, and random guesses have 0.25.
 """
 import argparse
+import itertools
 import json
 import math
 import os
@@ -34,26 +36,32 @@ from tqdm import tqdm
 from fineweb import UserError, first_line, get_encoding, write_whole
 
 DATA = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
-TOTAL = 10_042                      # questions in the validation split
-CPU_BATCH, GPU_BATCH = 1024, 8192   # tokens per forward pass; 8192 have 1.6 GB of GPT-2's logits
+TOTAL = 10_042    # questions in the validation split
+CPU_BATCH = 1024  # tokens per forward pass on a CPU
+GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them take 1.6 GB
 
 class Prepared(NamedTuple):
-    batches: list          # on the CPU: (row numbers (R,), tokens (R, T + 1), is_ending (R, T + 1))
-    labels: torch.Tensor   # (Q,) the right ending
-    lengths: torch.Tensor  # (Q, 4) tokens of each ending; row q * 4 + i is ending i of question q
-    cut: int               # questions whose context did not fit the model
+    """Q questions as rows of tokens for one model. Row 4 * q + i has ending i of question q."""
+    batches: list          # (row numbers (R,), tokens (R, T), is_ending (R, T)) of R rows each
+    labels: torch.Tensor   # (Q,) the index of the right ending
+    lengths: torch.Tensor  # (Q, 4) the number of tokens in each ending
+    cut: int               # the number of questions whose context was too long for the model
 
 class Score(NamedTuple):
-    acc: float       # share of questions whose right ending has the lowest summed loss
-    acc_norm: float  # ... the lowest mean loss per token
-    total: int       # questions
-    cut: int         # of them, those whose context was cut on the left to fit the model
+    """The result of evaluate()."""
+    acc: float       # share of questions whose right ending has the lowest sum of losses
+    acc_norm: float  # share of questions whose right ending has the lowest mean loss per token
+    total: int       # number of questions
+    cut: int         # number of questions whose context was cut on the left to fit the model
 
-# ---------------------------------------------------------------------------------- the data
+# ----------------------------------------------------------------------------------- questions
+# Download the questions once, and check them whenever they are read.
 def iterate_examples(split="val"):
-    """HellaSwag's questions in file order, as dicts with ctx, endings (4 texts) and label (int).
+    """Return an iterator over HellaSwag's questions in file order.
 
-    If DATA is missing, they are downloaded and saved there. Raises UserError.
+    Each is a dict with at least "ctx" (text), "endings" (4 texts) and "label" (int). All of them
+    are read and checked at once. If DATA is missing, they are downloaded and saved there first.
+    Raise UserError if that fails or DATA is damaged, and ValueError if the split is not "val".
     """
     if split != "val":
         raise ValueError(f"split={split}: HellaSwag is scored on its validation split, val")
@@ -61,12 +69,16 @@ def iterate_examples(split="val"):
         download()
     try:
         lines = DATA.read_bytes().splitlines()
-        return iter(checked([json.loads(line) for line in lines]))
+        return iter(check_examples([json.loads(line) for line in lines]))
     except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"{DATA} is damaged ({first_line(e)}): delete it, start again.") from None
+        raise UserError(f"{DATA} is damaged ({first_line(e)}): delete it, and it will be "
+                        f"downloaded again.") from None
 
-def checked(examples):
-    """The questions, their labels made ints (the hub has text). Raises ValueError, KeyError."""
+def check_examples(examples):
+    """Return the questions with labels as ints (on the hub they are text).
+
+    Raise ValueError or KeyError if their number or a label is wrong.
+    """
     if len(examples) != TOTAL:
         raise ValueError(f"{len(examples):,} of {TOTAL:,} questions")
     for example in examples:
@@ -76,40 +88,51 @@ def checked(examples):
     return examples
 
 def download():
-    """Fetch the validation split from the hub; write it to DATA, a line of JSON per question."""
+    """Download the validation split from the hub and write it to DATA, one question per line.
+
+    Raise UserError if that fails.
+    """
     hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
     print(f"downloading HellaSwag (6 MB) from {hub}")
     try:
         from huggingface_hub import hf_hub_download, logging
         from pyarrow import parquet
-        logging.set_verbosity_error()  # hide its lines on retries; a failure is reported below
+        logging.set_verbosity_error()  # do not log retries; a failure is reported below
         path = hf_hub_download("Rowan/hellaswag", "default/validation/0000.parquet",
                                repo_type="dataset", endpoint=hub,
-                               revision="refs/convert/parquet")  # a branch that the hub makes
-        examples = checked(parquet.read_table(path).to_pylist())
+                               revision="refs/convert/parquet")  # a branch that the hub creates
+        examples = check_examples(parquet.read_table(path).to_pylist())
         lines = [json.dumps(example).encode() + b"\n" for example in examples]
         write_whole(DATA, lambda file: file.writelines(lines))
-    except Exception as e:  # the hub's client, HTTP and pyarrow have no common class
+    except Exception as e:  # errors of the hub's client, HTTP and pyarrow have no common class
         reason = first_line(e.__cause__ or e)
-        raise UserError(f"HellaSwag cannot be downloaded from {hub} ({reason}): go online, name a "
-                        f"mirror in HF_ENDPOINT, or put the questions at {DATA}.") from None
+        raise UserError(f"HellaSwag cannot be downloaded from {hub} ({reason}): connect to the "
+                        f"internet, name a mirror in HF_ENDPOINT, or put the questions at {DATA}."
+                        ) from None
 
-# --------------------------------------------------------------------------- tokens and rows
+# ------------------------------------------------------------------------------------ tokens
+# Turn questions into rows of tokens, and rows of similar length into batches.
 def gpt2_encode(text):
-    """A text's ids in GPT-2's encoding; in a text, <|endoftext|> is text."""
+    """Return the token ids of a text in GPT-2's encoding. "<|endoftext|>" is ordinary text."""
     return get_encoding("gpt2").encode_ordinary(text)
 
 def tokenize(example, encode=gpt2_encode):
-    """A question's token ids, (context, [four endings]); encode: text -> ids."""
-    # An ending is encoded after a word, whose tokens are dropped: some tokenizers begin every text
-    # with a token or a space of their own. For GPT-2 it is the same as encode(" " + ending).
-    start = len(encode("a"))
-    return encode(example["ctx"]), [encode("a " + ending)[start:] for ending in example["endings"]]
+    """Return the token ids of a question: (context, [4 endings]).
+
+    encode: a function from a text to its token ids. Some tokenizers put a token or a space before
+    every text. An ending continues a text, so it is encoded after a word, whose tokens are then
+    removed. For GPT-2 the result is encode(" " + ending).
+    """
+    n_word = len(encode("a"))
+    endings = [encode("a " + ending)[n_word:] for ending in example["endings"]]
+    return encode(example["ctx"]), endings
 
 def render_example(example):
-    """A question in GPT-2's tokens, one padded row per ending: (data, tokens, mask, label).
+    """Return a question in GPT-2's tokens, one row per ending: (data, tokens, mask, label).
 
-    tokens and mask are (4, N) int64, the mask 1 on an ending's tokens. For notebooks, unused here.
+    data: a dict with the token ids of the context and the endings, and the label.
+    tokens: (4, N) int64, padded with 0. mask: (4, N) int64, 1 where a token belongs to an ending.
+    This function is for notebooks. The scripts do not call it.
     """
     context, endings = tokenize(example)
     data = {"context": context, "endings": endings, "label": example["label"]}
@@ -117,159 +140,201 @@ def render_example(example):
     return data, tokens, mask, example["label"]
 
 def collate(rows):
-    """Rows (context, ending) padded with 0: tokens (R, N), and 1 on an ending's tokens (R, N)."""
+    """Pad R rows, each a pair of token ids (context, ending), with 0 to the longest, N tokens.
+
+    Return tokens (R, N), and a mask (R, N) with 1 where a token belongs to an ending.
+    """
     tokens = [torch.tensor(context + ending) for context, ending in rows]
     mask = [torch.tensor([0] * len(context) + [1] * len(ending)) for context, ending in rows]
     return pad_sequence(tokens, batch_first=True), pad_sequence(mask, batch_first=True)
 
 def prepare(examples, model, encode=gpt2_encode):
-    """iterate_examples' dicts as rows for a model, whose token ids encode(text) gives."""
+    """Tokenize questions for a model; return them as Prepared.
+
+    examples: dicts as from iterate_examples(). encode: a function from a text to the model's token
+    ids. The model's config gives its context size: block_size or max_position_embeddings, else
+    1024. All four rows of a question have the same context, cut on the left if one is too long.
+    """
     config = getattr(model, "config", None)
     context_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
+    longest_row = context_size + 1  # the last token of a row is predicted and never an input
     rows, labels, lengths, cut = [], [], [], 0
     for example in examples:
         context, endings = tokenize(example, encode)
-        endings = [ending[:context_size] for ending in endings]
-        room = context_size + 1 - max(map(len, endings))  # the last is predicted, not read
-        cut += len(context) > room
-        rows += [(context[-room:], ending) for ending in endings]
+        endings = [ending[:context_size] for ending in endings]  # leave one token of the context
+        longest_ending = max(len(ending) for ending in endings)
+        longest_context = longest_row - longest_ending
+        cut += len(context) > longest_context
+        rows += [(context[-longest_context:], ending) for ending in endings]
         labels.append(example["label"])
         lengths.append([len(ending) for ending in endings])
     batches = make_batches(rows, CPU_BATCH if device_of(model).type == "cpu" else GPU_BATCH)
     return Prepared(batches, torch.tensor(labels), torch.tensor(lengths), cut)
 
 def make_batches(rows, batch_tokens):
-    """Prepared.batches of these rows (context, ending), the longest first.
+    """Return Prepared.batches: all rows, each a pair (context, ending), longest rows first.
 
-    Rows of similar length are a batch: in file order, padding would add 25 % to HellaSwag's tokens
-    in batches of CPU_BATCH, and 42 % in those of GPU_BATCH.
+    batch_tokens: the largest size of a batch, rows times length.
+    Sorting by length avoids padding. In file order, padding would add 25 % to HellaSwag's tokens
+    in batches of CPU_BATCH and 42 % in batches of GPU_BATCH. With the longest rows first, a model
+    that is too large for the memory fails at the first batch.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
-    numbers = sorted(range(len(rows)), key=sizes.__getitem__)
-    batches = []
-    while numbers:
-        n = max(1, batch_tokens // sizes[numbers[-1]])  # the last is the longest
-        tokens, is_ending = collate([rows[i] for i in numbers[-n:]])
-        batches.append((numbers[-n:], tokens, is_ending))
-        del numbers[-n:]
+    longest_first = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)
+    batches, start = [], 0
+    while start < len(rows):
+        n_rows = max(1, batch_tokens // sizes[longest_first[start]])
+        numbers = longest_first[start:start + n_rows]
+        tokens, is_ending = collate([rows[number] for number in numbers])
+        batches.append((numbers, tokens, is_ending))
+        start += n_rows
     return batches
 
 def prepare_for_training(model, encode):
-    """prepare() on all questions, which rank 0 gets for all; None, and a line, if it cannot."""
-    found = [[]]  # in a list, which broadcast_object_list() fills
-    if ranks()[0] == 0:
+    """Return all questions as Prepared, the same on every rank, or None if there are none.
+
+    Only rank 0 reads or downloads them. If that fails, it prints a line that says why.
+    """
+    rank, n_ranks = rank_and_world_size()
+    examples = []
+    if rank == 0:
         try:
-            found = [list(iterate_examples("val"))]
+            examples = list(iterate_examples("val"))
         except UserError as e:
             print(f"HellaSwag is off: {e}", flush=True)
-    if ranks()[1] > 1:
-        dist.broadcast_object_list(found)
-    return prepare(found[0], model, encode) if found[0] else None
+    if n_ranks > 1:
+        box = [examples]
+        dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
+        examples, = box
+    return prepare(examples, model, encode) if examples else None
 
 # ------------------------------------------------------------------------------------ scoring
-def ranks():
-    """(This process's rank, the number of processes)."""
+# Compute the loss of each ending. A model only has to return logits for token ids.
+def rank_and_world_size():
+    """Return this process's rank and the number of processes; (0, 1) without a process group."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 
 def device_of(model):
-    """Where a model's weights are; the CPU, if it is a function."""
+    """Return the device of a model's weights; the CPU if the model is a plain function."""
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
     return next((p.device for p in parameters), torch.device("cpu"))
 
-# All but cuDNN's attention, for speed: it plans up to half a second for each shape of a batch.
+# All kernels but cuDNN's, for speed: cuDNN plans for up to half a second at each new batch shape.
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 @torch.no_grad()
 def ending_losses(model, tokens, is_ending):
-    """The summed loss in nats of each row's ending, (R,) float64."""
+    """Return the sum of losses, in nats, of the ending in each of R rows: (R,) float64.
+
+    tokens, is_ending: (R, T), as in Prepared.batches.
+    """
     device = device_of(model)
     tokens = tokens.to(device)
-    mask = is_ending[:, 1:].to(device) == 1  # (R, T)
-    # Eager, for speed: a compiled model would be compiled again for each shape of a batch.
+    targets = tokens[:, 1:]  # (R, T - 1)
+    mask = is_ending[:, 1:].to(device) == 1  # (R, T - 1), of the targets
+    # Run the model eagerly, for speed: torch.compile would compile it again for each batch shape.
     with torch.compiler.set_stance("force_eager"):
         output = model(tokens[:, :-1])
-    # Ours gives (logits, loss), transformers' an object, a function logits alone, (R, T, V).
-    logits = output[0] if type(output) is tuple else getattr(output, "logits", output)
-    losses = F.cross_entropy(logits[mask].float(), tokens[:, 1:][mask], reduction="none")
-    rows, losses = mask.nonzero()[:, 0].cpu(), losses.cpu().double()  # MPS has no float64
-    return rows.bincount(weights=losses, minlength=len(tokens))  # sums by row
+    # A train_gpt2.GPT returns (logits, loss), a transformers model an object with logits, and a
+    # plain function the logits themselves, (R, T - 1, V).
+    logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
+    losses = F.cross_entropy(logits[mask].float(), targets[mask], reduction="none")  # (n,)
+    row_of_loss = mask.nonzero()[:, 0].cpu()  # (n,)
+    sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, as MPS has no float64
+    return sums.index_add_(0, row_of_loss, losses.cpu().double())
 
 def evaluate(model, examples, progress=False):
-    """The Score of a model, the same on every rank and for any number of ranks.
+    """Return the Score of a model, which is the same on every rank and for any number of ranks.
 
-    model: a train_gpt2.GPT or, in eval(), a transformers causal language model, compiled or
-    not; or a function from ids (B, T) to logits (B, T, V). It runs in the caller's autocast.
-    examples: prepare()'s result, or what prepare() takes. progress: show a bar.
-    Raises UserError, on every rank, if a loss is not finite.
+    model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
+    from ids (B, T) to logits (B, T, V). A compiled model is run without its compiled code. The
+    caller chooses the precision with torch.autocast.
+    examples: a Prepared, or the dicts from iterate_examples() for a model with GPT-2's encoding.
+    progress: show a progress bar.
+    Raise UserError, on every rank, if a loss is not finite.
     """
     questions = examples if isinstance(examples, Prepared) else prepare(examples, model)
-    rank, world = ranks()
+    rank, n_ranks = rank_and_world_size()
     sums = torch.zeros(questions.lengths.numel(), dtype=torch.float64)
-    batches = tqdm(questions.batches[rank::world], unit="batch", disable=not progress)
+    batches = tqdm(questions.batches[rank::n_ranks], unit="batch", disable=not progress)
     for numbers, tokens, is_ending in batches:
         sums[numbers] = ending_losses(model, tokens, is_ending)
-    if world > 1:
-        sums = sums.to(device_of(model))  # NCCL takes no CPU tensors
+    if n_ranks > 1:  # each rank has the sums of its own rows, and 0 elsewhere
+        sums = sums.to(device_of(model))  # NCCL does not accept CPU tensors
         dist.all_reduce(sums)
     sums = sums.cpu().view(-1, 4)  # (Q, 4)
     if not sums.isfinite().all():
-        raise UserError("HellaSwag: losses are not finite; are weights damaged, or dtype float16?")
+        raise UserError("HellaSwag: some losses are not finite. Check the weights; if the dtype is "
+                        "float16, use bfloat16 or float32.")
     right = (sums.argmin(1) == questions.labels).double()
     right_norm = ((sums / questions.lengths).argmin(1) == questions.labels).double()
     return Score(right.mean().item(), right_norm.mean().item(), len(sums), questions.cut)
 
 # ------------------------------------------------------------------------------ command line
+# Score a model of the Hugging Face hub, or a folder that training has exported.
 def load_model(name, device):
-    """A transformers causal LM in float32, by hub name or folder, and its encode()."""
+    """Return a transformers causal language model in float32, and a function from text to ids.
+
+    name: its name on the hub, or a folder. Raise UserError if it cannot be loaded.
+    """
     try:
         import transformers
-        transformers.logging.set_verbosity_error()  # the error below says it in one line
+        transformers.logging.set_verbosity_error()  # the UserError below is enough
         transformers.logging.disable_progress_bar()
         model, info = transformers.AutoModelForCausalLM.from_pretrained(
             name, use_safetensors=True, trust_remote_code=False, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
         encode = gpt2_encode
-        if model.config.vocab_size != 50257:  # another tokenizer than GPT-2's
+        if model.config.vocab_size != 50257:  # its tokenizer is not GPT-2's
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
             encode = tokenizer.encode
-            if not encode("a"):  # for a folder without one, transformers makes an empty one
+            if not encode("a"):  # transformers returns an empty tokenizer if the folder has none
                 raise ValueError("it has no tokenizer")
-        model.config.use_cache = False  # for memory: 5 GB of GPT-2 XL's keys and values a batch
+        model.config.use_cache = False  # saves memory: 5 GB of keys and values with GPT-2 XL
         return model.float().to(device), encode
-    except Exception as e:  # config, hub, HTTP, safetensors, tokenizers: no common class
-        raise UserError(f"-m {name} cannot be loaded on -d {device} ({first_line(e)}): give a hub "
-                        f"name like gpt2, or a folder like log/hf.") from None
+    except Exception as e:  # errors of the hub, HTTP, safetensors, ... have no common class
+        raise UserError(f"-m {name} cannot be loaded on -d {device} ({first_line(e)}): give the "
+                        f"name of a model on the hub, such as gpt2, or a folder, such as log/hf."
+                        ) from None
 
 def score(args):
-    """Load, score and print as the command line asks."""
-    examples = list(iterate_examples("val"))[:args.limit]
+    """Score the model that the command line names, and print the result. Raise UserError."""
+    examples = itertools.islice(iterate_examples("val"), args.limit)
     model, encode = load_model(args.model, args.device)
-    # No autocast, as published scores are float32's: GPT-2's logits are near -35, where bfloat16
-    # has steps of 1/4. TF32, for speed on a GPU, rounds what goes into products, not the logits.
+    # Published scores were computed in float32, so do not use autocast. GPT-2's logits are near
+    # -35, where neighbouring bfloat16 numbers differ by 1/4. TF32 is fine: it makes GPUs faster
+    # and rounds only the inputs of matrix products, not the logits.
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "
-          f"({result.cut:,} cut on the left to fit)")
-    for name, share, what in (("acc", result.acc, "summed loss"),
-                              ("acc_norm", result.acc_norm, "mean loss per token")):
-        standard_error = math.sqrt(share * (1 - share) / result.total)
-        print(f"{name:<8} {share:.4f} +- {standard_error:.4f}   (lowest {what} wins)")
+          f"({result.cut:,} of them cut on the left to fit)")
+    for name, accuracy, criterion in (("acc", result.acc, "lowest sum of losses"),
+                                      ("acc_norm", result.acc_norm, "lowest mean loss per token")):
+        standard_error = math.sqrt(accuracy * (1 - accuracy) / result.total)
+        print(f"{name:<8} {accuracy:.4f} +- {standard_error:.4f}   ({criterion})")
     print("To compare (acc / acc_norm): GPT-2 (124M) 0.2859 / 0.2955, GPT-2 XL 0.3842 / 0.4893, "
           "GPT-3 (124M) - / 0.337")
 
+def whole_number(text):
+    """Convert the text of an argument to an int >= 1, for argparse."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
+
 def main():
-    """Do what the command line says, or end with one line that says why not."""
+    """Do what the command line asks. Exit with a one-line message if that fails."""
     best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
-    parser = argparse.ArgumentParser(description="\n\n".join(__doc__.split("\n\n")[:2]),
+    title_and_examples = "\n\n".join(__doc__.split("\n\n")[:2])
+    parser = argparse.ArgumentParser(description=title_and_examples,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", default="gpt2",
-                        help="name on the Hugging Face hub, or a folder (default: gpt2)")
+                        help="model on the Hugging Face hub, or a folder (default: gpt2)")
     parser.add_argument("-d", "--device", default=best,
-                        help=f"cuda, cuda:1, mps or cpu (default: {best})")
-    parser.add_argument("--limit", type=int, default=TOTAL, metavar="N",
-                        help="score the first N questions only")
+                        help=f"for example cuda, cuda:1, mps or cpu (default: {best})")
+    parser.add_argument("--limit", type=whole_number, default=TOTAL, metavar="N",
+                        help="score only the first N questions (default: all)")
     parser.error = lambda message: sys.exit(f"hellaswag.py: {message}; --help lists the options.")
     try:
         score(parser.parse_args())

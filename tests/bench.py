@@ -13,6 +13,7 @@ why, and the next row is measured. If memory runs out, B is halved.
 import argparse
 import contextlib
 import ctypes
+import dataclasses
 import inspect
 import itertools
 import json
@@ -243,6 +244,7 @@ def training_run(**constants):
             np.save(f"random_{split}_000000.npy", tokens)
     cfg = t.Config(**dict(data=".", hellaswag_every=0, device=DEVICE) | constants)
     t.check_config(cfg)
+    cfg = dataclasses.replace(cfg, B=t.fitting_B(cfg))
     run = t.set_up(cfg, t.pick_device(cfg.device))
     with run.folder.thread:  # its end waits for a save in progress
         yield run
@@ -337,7 +339,7 @@ def step_side(repeats, warmup, fused=True, logits=False, flash=True, tf32=True, 
                 row = t.rows_before(run.cfg, run.state.step)
                 fetched[row] = read(row, run.cfg.B, run.device)
             if len(waiting) > late:
-                t.over_all_processes(run, *waiting.pop(0))  # waits for the GPU
+                t.gather(run, *waiting.pop(0))  # waits for the GPU
         [seconds] = median_seconds(one_step, repeats=repeats, warmup=warmup)
         return figures_of(seconds, run.cfg, model)
 
@@ -384,10 +386,10 @@ def step():
     ours = {"train_gpt2.py, eager, foreach AdamW, logits returned": dict(fused=False, logits=True),
             "... with fused AdamW": dict(logits=True),
             "... and without logits (the default on a CPU)": {},
-            "compiled, logits returned": dict(compile="True", logits=True),
-            "compiled, without logits (the default on a GPU)": dict(compile="True")}
+            "compiled, logits returned": dict(compile=True, logits=True),
+            "compiled, without logits (the default on a GPU)": dict(compile=True)}
     return step_table(plain | ours, B=64 if CUDA else 8, T=1024 if CUDA else 256,
-                      dtype="bfloat16", compile="False")
+                      dtype="bfloat16", compile=False)
 
 def ladder(B=16 if CUDA else 2, T=1024 if CUDA else 256, **more):
     """Repeat the speed-ups of the lecture "Let's reproduce GPT-2 (124M)" one after the other.
@@ -395,11 +397,11 @@ def ladder(B=16 if CUDA else 2, T=1024 if CUDA else 256, **more):
     The times in parentheses are the lecture's, on its A100 with 16 rows of 1,024 tokens.
     """
     rungs = {"float32, naive attention (1000 ms)":
-             dict(dtype="float32", compile="False", fused=False, flash=False, tf32=False,
+             dict(dtype="float32", compile=False, fused=False, flash=False, tf32=False,
                   padded=False, logits=True),
              "TF32 (333 ms)": dict(tf32=True),
              "bfloat16 (300 ms)": dict(dtype="bfloat16"),
-             "torch.compile (130 ms)": dict(compile="True"),
+             "torch.compile (130 ms)": dict(compile=True),
              "flash attention (96 ms)": dict(flash=True),
              "vocabulary of 50,304 (93 ms)": dict(padded=True),
              "fused AdamW (90 ms)": dict(fused=True),
@@ -589,7 +591,7 @@ def save_side(**constants):
         for _ in range(5):
             run.state.step += 1
             stall = seconds_of(run.folder.save, run.state)
-            whole = stall + seconds_of(run.folder.wait_until_saved, run.state.step)
+            whole = stall + seconds_of(run.folder.finish_save)
             size = t.newest_checkpoint(run.folder.path).stat().st_size
             blocks = [block] * (size // len(block))
             plain = seconds_of(t.write_whole, Path("plain"), lambda file: file.writelines(blocks))
@@ -715,7 +717,7 @@ ONE = SIZE | dict(total_batch_size=SIZE["B"] * SIZE["T"])
 # One idea is missing here: to spread Muon's products over the ranks. It would need several GPUs to
 # time it, and Muon.step() would have to gather every matrix. It could save 7/8 of Muon's time.
 SWITCHES = {"unchanged": {},
-            "coordinate descent tuning": dict(tune=True, compile="False"),
+            "coordinate descent tuning": dict(tune=True, compile=False),
             "the next batch is read before the loss": dict(ahead=True),
             "the loss is read one step late": dict(late=True),
             "unchanged, again": {}}
@@ -729,7 +731,7 @@ def save_rows():
 def loss_rows():
     """Yield lines that compare the quick start's losses here with the CPU's in float32."""
     expected, *_ = measure("trained", max_steps=20)
-    for dtype, compiled in (("float32", "False"), ("auto", "False"), ("auto", "True")):
+    for dtype, compiled in (("float32", False), ("auto", False), ("auto", True)):
         ours, *_ = measure("trained", max_steps=20, device=DEVICE, dtype=dtype, compile=compiled)
         worst = max(abs(a - b) for a, b in zip(ours, expected, strict=True))
         yield (f"Losses with dtype={dtype} and compile={compiled} differ from the CPU's in float32 "
@@ -748,7 +750,7 @@ def duties_side(**constants):
     with training_run(**constants, val_tokens=tokens, hellaswag_every=250) as run:
         duties = (lambda: t.validation_loss(run, run.val_loader), lambda: t.hellaswag_score(run),
                   lambda: t.print_sample(run))
-        return [*median_seconds(lambda: t.over_all_processes(run, *t.train_step(run)), **TIMES),
+        return [*median_seconds(lambda: t.gather(run, *t.train_step(run)), **TIMES),
                 *median_seconds(*duties, repeats=3, warmup=1)]
 
 def duty_rows():

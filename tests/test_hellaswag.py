@@ -1,4 +1,4 @@
-"""HellaSwag: scores are those of a plain loop, for any model; a mishap is one line."""
+"""Tests of hellaswag.py: its scores equal those of a plain loop, and its errors are one line."""
 import datetime
 import io
 import json
@@ -21,14 +21,14 @@ VOCAB = 300
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 def encode(text):
-    """A text's numbers are its tokens: made-up questions need no vocabulary. Words are 0."""
+    """Return the numbers in a text as its tokens, and 0 for each word. It needs no vocabulary."""
     return [int(word) if word.isdigit() else 0 for word in text.split()]
 
 def ids(numbers):
     return " ".join(map(str, numbers))
 
 def made_up(n=20, seed=0):
-    """Questions of random ids. Some endings are a single token, some contexts too."""
+    """Return n questions of random ids. Some endings and contexts have a single token."""
     r = random.Random(seed)
 
     def text(longest):
@@ -40,7 +40,7 @@ def prepare(questions, model):
     return hellaswag.prepare(questions, model, encode)
 
 def gpt(n_vocab=VOCAB, block_size=64):
-    """With large random weights, so that a wrong position or mask shows."""
+    """Return a GPT whose random weights are so large that a wrong position or mask shows."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(block_size=block_size, vocab_size=n_vocab + 20, n_layer=2, n_head=2,
                           n_embd=32, n_vocab=n_vocab))
@@ -48,12 +48,13 @@ def gpt(n_vocab=VOCAB, block_size=64):
         torch.nn.init.normal_(p, std=0.2)
     return model
 
-def logits_of(model):  # a function of ids, which does not look like a model of ours
+def logits_of(model):
+    """Return the model as a plain function from ids to logits."""
     return lambda idx: model(idx)[0]
 
 @torch.no_grad()
 def naive(logits, questions, encode=encode):
-    """Summed losses (Q, 4) and lengths (Q, 4) of a plain loop: one ending at a time, unpadded."""
+    """Return the sums of losses (Q, 4) and lengths (Q, 4), computed one ending at a time."""
     sums, lengths = [], []
     for question in questions:
         context, endings = hellaswag.tokenize(question, encode)
@@ -64,7 +65,7 @@ def naive(logits, questions, encode=encode):
     return torch.tensor(sums).double().view(-1, 4), torch.tensor(lengths).view(-1, 4)
 
 def ending_losses(model, questions, encode=encode):
-    """What hellaswag makes of the questions, (Q, 4) each, in their order."""
+    """Return the sums of losses (Q, 4) and lengths (Q, 4), as hellaswag.py computes them."""
     prepared = hellaswag.prepare(questions, model, encode)
     sums = torch.empty(len(questions) * 4, dtype=torch.float64)
     for numbers, *rows in prepared.batches:
@@ -72,7 +73,7 @@ def ending_losses(model, questions, encode=encode):
     return sums.view(-1, 4), prepared.lengths
 
 def assert_same(model, questions, logits, encode=encode):
-    """The losses per token are those of a plain loop; the score is what follows from them."""
+    """Assert that losses per token equal those of a plain loop, and that the score follows."""
     sums, lengths = naive(logits, questions, encode)
     losses, counted = ending_losses(model, questions, encode)
     assert torch.equal(lengths, counted)
@@ -83,12 +84,14 @@ def assert_same(model, questions, logits, encode=encode):
     score = hellaswag.evaluate(model, hellaswag.prepare(questions, model, encode))
     assert score == (acc, acc_norm, len(questions), 0)
 
-def test_made_up_questions_score_as_in_a_plain_loop():
+def test_losses_and_score_equal_those_of_a_plain_loop():
+    """This holds for a train_gpt2.GPT and for a function from ids to logits."""
     model = gpt()
     assert_same(model, made_up(40), logits_of(model))
     assert_same(logits_of(model), made_up(40), logits_of(model))
 
-def test_render_example_pads_four_rows(gpt2_encoding):
+def test_render_example_returns_four_padded_rows(gpt2_encoding):
+    """Each row has the context and an ending, and the mask marks the ending."""
     data, tokens, mask, label = hellaswag.render_example(example())
     assert tokens.shape == mask.shape and len(tokens) == 4 and label == 3
     for row, on, ending in zip(tokens, mask, example()["endings"], strict=True):
@@ -97,7 +100,7 @@ def test_render_example_pads_four_rows(gpt2_encoding):
     assert len(hellaswag.gpt2_encode("<|endoftext|>")) > 1  # it is text
 
 def test_memory_is_bounded_whatever_the_questions(monkeypatch):
-    """Rows of similar length are a batch, or most of it would be padding."""
+    """No batch has more than CPU_BATCH tokens, and padding adds less than 20 %."""
     monkeypatch.setattr(hellaswag, "CPU_BATCH", 768)
     model, questions = gpt(), made_up(60)
     sizes = [tokens.numel() for _, tokens, _ in prepare(questions, model).batches]
@@ -105,7 +108,8 @@ def test_memory_is_bounded_whatever_the_questions(monkeypatch):
     assert max(sizes) <= 768 and used <= sum(sizes) < 1.2 * used
     assert len(sizes) < 1.3 * sum(sizes) / 768 + 1
 
-def test_a_long_question_loses_the_left_of_its_context():
+def test_a_context_that_is_too_long_is_cut_on_the_left():
+    """The rows then fill the model's context, and `cut` counts such questions."""
     def question(context, ending):
         return {"ctx": ids(context), "endings": [ids(ending), "7 8", "9 1 2", "5"], "label": 0}
     six, short = range(20, 26), {"ctx": "3", "endings": [*"4567"], "label": 0}  # mostly padding
@@ -119,7 +123,10 @@ def test_a_long_question_loses_the_left_of_its_context():
     assert torch.allclose(ending_losses(model, questions)[0], expected, atol=1e-4)
 
 def test_scoring_leaves_the_training_as_it_was():
-    """It is in the caller's autocast, draws nothing, does without cuDNN, gradients, compiling."""
+    """Scoring uses the caller's autocast, no random numbers, no gradients, and no compiled code.
+
+    It does not use cuDNN's attention either, but enables it again.
+    """
     model, questions = gpt(), made_up()
     state, seen = torch.random.get_rng_state(), set()
     model.register_forward_hook(lambda *_: seen.add(
@@ -134,7 +141,7 @@ def test_scoring_leaves_the_training_as_it_was():
     assert 0 < (low - plain).abs().max() < 3 and (low - expected).abs().mean() < 0.3
 
 def one_of_two(rank, store, expected):
-    """A rank's score; and that each raises if rank 1's model is broken. Rank 1 has a batch less."""
+    """Score on one of two ranks, of which rank 1 has a batch less; then break rank 1's model."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2,
                             timeout=datetime.timedelta(minutes=2))
@@ -149,7 +156,8 @@ def one_of_two(rank, store, expected):
         hellaswag.evaluate(model, prepared)
     dist.destroy_process_group()
 
-def test_two_processes_are_one(tmp_path):
+def test_two_processes_get_the_score_of_one(tmp_path):
+    """If one rank has a loss that is not finite, both raise the error."""
     expected = hellaswag.evaluate(gpt(), prepare(made_up(50), gpt()))
     torch.multiprocessing.start_processes(one_of_two, (str(tmp_path / "store"), expected),
                                           nprocs=2, start_method="forkserver")
@@ -160,7 +168,7 @@ def example(**changes):
 
 @pytest.fixture
 def data(tmp_path, monkeypatch):
-    """Function: put questions, dicts or raw lines, where HellaSwag is looked for."""
+    """Return a function that writes questions (dicts, or raw lines) to hellaswag.DATA."""
     monkeypatch.setattr(hellaswag, "DATA", tmp_path / "hellaswag" / "hellaswag_val.jsonl")
     monkeypatch.setattr(hellaswag, "TOTAL", 3)
 
@@ -171,7 +179,8 @@ def data(tmp_path, monkeypatch):
         hellaswag.DATA.write_bytes(b"\n".join(lines) + b"\n")
     return put
 
-def test_questions_come_in_file_order_with_labels_as_numbers(data):
+def test_questions_are_in_file_order_with_labels_as_ints(data):
+    """A Unicode line separator does not end a line, and no other split is offered."""
     data(example(), example(label="2", ctx="line\u2028separator"), example(label=0))
     got = list(hellaswag.iterate_examples("val"))
     assert [e["label"] for e in got] == [3, 2, 0] and got[0] == example()
@@ -181,14 +190,18 @@ def test_questions_come_in_file_order_with_labels_as_numbers(data):
 @pytest.mark.parametrize("last", [
     (), (b'{"ctx": "A ma',), (b"\xff\xfe",), (example(label=4),), (example(label=""),),
     (b'{"ctx": ""}',), (example(), example())])
-def test_damaged_questions_are_one_line(last, data):
+def test_a_damaged_file_is_one_line(last, data):
+    """The message names the file and says to delete it."""
     data(example(), example(), *last)
     with pytest.raises(UserError, match=r"^/.*\.jsonl is damaged \(.+\): delete it.*\Z"):
         hellaswag.iterate_examples("val")
 
 @pytest.fixture
 def fetch(data, monkeypatch, tmp_path):
-    """Function: iterate_examples() where the hub has n questions; or these bytes; or fails."""
+    """Return a function that calls iterate_examples() with a stand-in for the hub.
+
+    The stand-in has n questions or the given bytes, or raises an error (side_effect=...).
+    """
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
     def start(n=3, content=None, **words):
@@ -200,7 +213,8 @@ def fetch(data, monkeypatch, tmp_path):
         return list(hellaswag.iterate_examples("val")), get
     return start
 
-def test_fetching_from_the_hub_once(fetch, capsys, monkeypatch):
+def test_questions_are_downloaded_once(fetch, capsys, monkeypatch):
+    """They are written to DATA as a whole, with all their keys, and nothing else is left there."""
     monkeypatch.setattr(hellaswag, "write_whole", whole := mock.Mock(wraps=hellaswag.write_whole))
     got, get = fetch()
     assert [e["label"] for e in got] == [0, 1, 2] and whole.call_args.args[0] == hellaswag.DATA
@@ -214,7 +228,8 @@ def test_fetching_from_the_hub_once(fetch, capsys, monkeypatch):
 @pytest.mark.parametrize("n, content, error, reason", [
     (2, None, None, "2 of 3 questions"), (3, b"PAR1 not", None, "[Pp]arquet"),
     (3, None, ConnectionError("no\nnetwork"), "no")])
-def test_no_good_download_is_one_line(n, content, error, reason, fetch, capsys):
+def test_a_failed_download_is_one_line(n, content, error, reason, fetch, capsys):
+    """The message gives the reason and the remedies, and nothing is written."""
     pattern = fr"^HellaSwag .* https?://.* \(.*{reason}.*\): .*HF_ENDPOINT, .* at /.*\.jsonl\.\Z"
     with pytest.raises(UserError, match=pattern):
         fetch(n, content, side_effect=error)
@@ -222,14 +237,17 @@ def test_no_good_download_is_one_line(n, content, error, reason, fetch, capsys):
 
 @pytest.fixture(scope="module")
 def folder(is_gpt2, tmp_path_factory):
-    """A tiny GPT of ours with GPT-2's vocabulary, exported without a tokenizer."""
+    """Return a folder with a tiny GPT, exported with GPT-2's vocabulary and no tokenizer."""
     path = tmp_path_factory.mktemp("hf") / "tiny"
     save_hugging_face(gpt(n_vocab=50257), path)
     return path
 
 @pytest.fixture
 def main(data, monkeypatch):
-    """Function: `hellaswag.py -d cpu <args>` in this process, of two questions and a long one."""
+    """Return a function that runs `hellaswag.py -d cpu <args>` in this process.
+
+    There are three questions, and the last one is too long for the tiny GPT.
+    """
     data(example(), example(label=1), example(ctx="A man is on a roof. " * 30))
 
     def run(*args):
@@ -238,25 +256,35 @@ def main(data, monkeypatch):
     return run
 
 def test_command_line_scores_a_folder(folder, main, gpt2_encoding, capsys):
+    """It prints what evaluate() returns, with standard errors, and only a progress bar besides."""
     main("-m", folder)
     out, err = capsys.readouterr()
     score = hellaswag.evaluate(gpt(n_vocab=50257), list(hellaswag.iterate_examples("val")))
     error = (score.acc * (1 - score.acc) / 3) ** 0.5
     for part in (f"acc      {score.acc:.4f} +- {error:.4f}", f"acc_norm {score.acc_norm:.4f}",
-                 "3 questions (1 cut", "0.2859 / 0.2955"):
+                 "3 questions (1 of them cut", "0.2859 / 0.2955"):
         assert part in out
     assert "batch" in err and "warn" not in err.lower()  # the progress bar alone
     main("-m", folder, "--limit", 2)
-    assert "2 questions (0 cut" in capsys.readouterr().out
+    assert "2 questions (0 of them cut" in capsys.readouterr().out
 
-def test_transformers_and_ours_agree_on_the_same_weights(folder, tmp_path):
+@pytest.mark.parametrize("limit", ["0", "-3", "many", "1.5"])
+def test_a_limit_that_is_no_number_of_questions_is_one_line(main, limit):
+    """The message names the option and says what it must be."""
+    with pytest.raises(SystemExit) as e:
+        main(f"--limit={limit}")
+    one_line(f"{e.value.code}\n", f"--limit: {limit} is not a whole number of at least 1")
+
+def test_transformers_and_ours_get_equal_losses(folder, tmp_path):
+    """A transformers model with the same weights is scored alike, always in float32."""
     theirs, text_to_ids = hellaswag.load_model(str(folder), "cpu")
     assert text_to_ids == hellaswag.gpt2_encode
     assert_same(theirs, made_up(), logits_of(gpt(n_vocab=50257)))
-    theirs.half().save_pretrained(tmp_path)  # published scores are float32's
+    theirs.half().save_pretrained(tmp_path)
     assert hellaswag.load_model(str(tmp_path), "cpu")[0].dtype == torch.float32
 
-def test_another_vocabulary_comes_with_its_tokenizer(is_gpt2, tmp_path):
+def test_a_model_with_another_vocabulary_is_loaded_with_its_tokenizer(is_gpt2, tmp_path):
+    """Endings are encoded as continuations, also by tokenizers that put a token before a text."""
     save_hugging_face(gpt(n_vocab=257), tmp_path, get_encoding("bytes"))
     text_to_ids = hellaswag.load_model(str(tmp_path), "cpu")[1]
     question = {"ctx": "ab", "endings": ["c", "d", "e", "f g"]}
@@ -265,9 +293,10 @@ def test_another_vocabulary_comes_with_its_tokenizer(is_gpt2, tmp_path):
     assert hellaswag.tokenize(question, lambda text: [1, *text.encode()]) == ([1, 97, 98], endings)
 
 def test_bad_models_are_one_line(tmp_path, folder, main, monkeypatch, capsys):
-    """No such; a pickle; a layer without weights; no tokenizer; Python code of its own."""
+    """A model is refused if its name is unknown, if it is a pickle, if a layer has no weights, if
+    it has no tokenizer, or if it comes with Python code, which is not run."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    monkeypatch.setattr("builtins.input", lambda prompt: "y")  # were anybody asked
+    monkeypatch.setattr("builtins.input", lambda prompt: "y")  # in case the user is asked
     pickle, layer, code = (shutil.copytree(folder, tmp_path / name) for name in "abc")
     load_file = pytest.importorskip("safetensors.torch").load_file
     torch.save(load_file(pickle / "model.safetensors"), pickle / "pytorch_model.bin")
@@ -286,6 +315,7 @@ def test_bad_models_are_one_line(tmp_path, folder, main, monkeypatch, capsys):
     assert capsys.readouterr().err == "" and not (tmp_path / "was_run").exists()
 
 def test_importing_does_nothing_and_a_mistake_is_one_line(tmp_path):
+    """Importing the scripts imports no heavy package and writes no file."""
     code = ("import sys, runpy, fineweb; print({'torch', 'pyarrow', 'fsspec'} & {*sys.modules})\n"
             "import train_gpt2, hellaswag; sys.argv = ['hellaswag.py', '--limit', 'many']\n"
             "print({'transformers', 'datasets', 'huggingface_hub', 'pyarrow', 'matplotlib'} & "
