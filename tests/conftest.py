@@ -24,6 +24,7 @@ from pathlib import Path
 from unittest.mock import MagicMock, patch
 
 import pytest
+import simulated_gpu
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("GPT2_SHARED", ROOT.parent / "shared"))
@@ -36,6 +37,73 @@ TINY = dict(
     optimizer="adamw", muon_lr_ratio=1.0, max_steps=30, max_lr=1e-2, warmup_steps=5,
     print_every=1, eval_every=5, val_tokens=1024, hellaswag_every=0, sample_every=0,
     save_every=5, keep_every=0, dtype="float32", device="cpu")
+
+# ------------------------------------------------------- --device: CPU, GPU or simulated GPU
+SIMULATED = "TESTS_SIMULATE_GPUS"  # tells the processes that the tests start
+
+class Device:
+    """Where the tests train: `name` is cpu, cuda or simulated, as in --device."""
+    name = "cpu"
+
+    def is_real_gpu(self):
+        return self.name == "cuda"
+
+    def is_simulated(self):
+        return self.name == "simulated"
+
+DEVICE = Device()
+
+def pytest_addoption(parser):
+    parser.addoption("--device", default="cpu", help="cpu (default), cuda or simulated: where the "
+                     "tests train; simulated GPUs need no GPU (tests/simulated_gpu.py)")
+
+def pytest_configure(config):
+    """Prepare the device, and start the process that runs are forked off."""
+    DEVICE.name = config.getoption("--device")
+    if DEVICE.name not in ("cpu", "cuda", "simulated"):
+        raise pytest.UsageError(f"--device={DEVICE.name} is unknown: choose cpu, cuda or simulated.")
+    if DEVICE.is_simulated():
+        try:
+            simulated_gpu.start()
+        except simulated_gpu.CannotSimulate as e:
+            raise pytest.UsageError(f"--device=simulated: {e}") from None
+        ENV[SIMULATED] = "1"
+    if DEVICE.is_real_gpu():
+        use_real_gpu()
+    if DEVICE.name != "cpu":
+        TINY["device"] = "cuda"
+    preload = ["conftest", "filelock", "transformers.models.gpt2.modeling_gpt2", "torch._dynamo",
+               "train_gpt2"]  # optimizers import _dynamo
+    FORKS.set_forkserver_preload(preload)
+    start_forkserver()  # it imports while pytest collects
+
+def use_real_gpu():
+    """Adapt the harness to a GPU. Raises UsageError if there is none."""
+    # The forkserver imports packages that ask for GPUs. By default CUDA would then be initialised
+    # in it, and a process forked off could not use CUDA. NVML answers without initialising it.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = ENV["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    # TF32 rounds inputs of products to 10 bits, and two kernels that do so differ by 1e-3.
+    os.environ["NVIDIA_TF32_OVERRIDE"] = ENV["NVIDIA_TF32_OVERRIDE"] = "0"
+    TINY["compile"] = "False"  # Inductor would take a minute in each of a hundred runs
+    import torch
+    if not torch.cuda.is_available():
+        raise pytest.UsageError(f"--device=cuda: torch {torch.__version__} sees no GPU here; "
+                                "--device=simulated needs none.")
+
+if os.environ.get(SIMULATED):  # in the process that runs are forked off
+    simulated_gpu.start()
+
+def device_type():
+    """Return "cpu" or "cuda": where a test puts its own tensors."""
+    return TINY["device"]
+
+def need_gpus(number):
+    """Skip the test if it runs on GPUs and there are not so many."""
+    if DEVICE.is_real_gpu():
+        import torch
+        found = torch.cuda.device_count()
+        if found < number:
+            pytest.skip(f"{number} processes need {number} GPUs, and there are {found}")
 
 def flags(folder=None, **changes):
     """The command line of a tiny training; of text.txt beside `folder`, its log_dir."""
@@ -247,7 +315,8 @@ def run_command(command, cwd, env, timeout):
 
 def run_script(script, *args, cwd=None, env=None, timeout=180):
     """`python <script> ...`; returns the CompletedProcess with text output."""
-    command = [sys.executable, str(ROOT / script), *map(str, args)]
+    simulation = [str(ROOT / "tests" / "simulated_gpu.py")] if DEVICE.is_simulated() else []
+    command = [sys.executable, *simulation, str(ROOT / script), *map(str, args)]
     return run_command(command, cwd, {**os.environ, **(env or {})}, timeout)
 
 def run_python(code, *args, cwd=None, env=None, timeout=180):
@@ -256,8 +325,6 @@ def run_python(code, *args, cwd=None, env=None, timeout=180):
     return run_command(command, cwd, ENV | {"PYTHONPATH": str(ROOT)} | (env or {}), timeout)
 
 FORKS = multiprocessing.get_context("forkserver")
-FORKS.set_forkserver_preload(["conftest", "filelock", "transformers.models.gpt2.modeling_gpt2",
-                              "torch._dynamo", "train_gpt2"])  # optimizers import _dynamo
 
 def start_forkserver():
     """Unless it runs: the process to fork off, which imports what takes seconds."""
@@ -265,9 +332,6 @@ def start_forkserver():
         os.environ |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1",
                        "HF_HOME": f"{tempfile.gettempdir()}/no_hf_home_{os.getpid()}"}
         forkserver.ensure_running()
-
-def pytest_configure(config):
-    start_forkserver()  # it imports while pytest collects
 
 class Forked:
     """train_gpt2.py in a forked process: pid, out and err so far, wait() for its exit status.
@@ -344,6 +408,7 @@ def succeed(run):
 
 def together(n, folder, **changes):
     """n forked processes that train together; returns their exit statuses and them."""
+    need_gpus(n)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
