@@ -56,7 +56,12 @@ constexpr DeviceIndex kMostGpus = 16;
 std::atomic<int64_t> waits{0};
 thread_local DeviceIndex current_gpu = 0;
 
+// As with real GPUs, CUDA_VISIBLE_DEVICES="" hides them all.
 DeviceIndex gpu_count() {
+  const char* visible = std::getenv("CUDA_VISIBLE_DEVICES");
+  if (visible && !*visible) {
+    return 0;
+  }
   const char* number = std::getenv("SIMULATED_GPUS");
   return number ? static_cast<DeviceIndex>(std::atoi(number)) : 8;
 }

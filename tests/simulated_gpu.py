@@ -36,6 +36,7 @@ SOURCE = Path(__file__).with_suffix(".cpp")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast", "reduce",
                "reduce_scatter", "reduce_scatter_tensor", "gather", "scatter", "all_to_all",
                "all_to_all_single", "send", "recv", "isend", "irecv")
+MOST_GPUS = 16
 compiled_graphs = 0  # in this process
 
 
@@ -177,7 +178,7 @@ def replace_functions_of_torch_cuda(torch):
         def __exit__(self, *error):
             ops.make_current(self.before)
     replaced = {
-        "is_available": always(True), "is_initialized": always(True),
+        "is_available": lambda: ops.count() > 0, "is_initialized": always(True),
         "_lazy_init": always(None), "device_count": lambda: ops.count(),
         "set_device": lambda device: ops.make_current(index_of(device)),
         "current_device": lambda: ops.current(), "device": use_device,
@@ -193,7 +194,7 @@ def replace_functions_of_torch_cuda(torch):
         for module in modules:  # some have imported a function from another
             if vars(module).get(name) is original:
                 setattr(module, name, function)
-    cuda.default_generators = tuple(ops.default_generator(i) for i in range(ops.count()))
+    cuda.default_generators = tuple(ops.default_generator(i) for i in range(MOST_GPUS))
 
     def storage_on_gpu(storage, location):
         if not location.startswith("cuda"):
