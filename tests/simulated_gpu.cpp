@@ -30,6 +30,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
@@ -221,6 +222,73 @@ const std::unordered_set<std::string> kWaiting = {
     "aten::multinomial", "aten::bincount", "aten::repeat_interleave", "aten::_unique",
     "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive"};
 
+using Pairs = std::vector<std::pair<Tensor, Tensor>>;  // a GPU tensor, and the CPU tensor for it
+
+// Turns a result of the CPU into a GPU tensor.
+struct Raise {
+  Pairs lowered;  // the arguments
+  Device device;
+
+  Tensor operator()(const Tensor& result) const {
+    for (const auto& [on_gpu, on_cpu] : lowered) {
+      if (on_cpu.is_same(result)) {
+        return on_gpu;
+      }
+      if (result.is_cpu() && result.storage().is_alias_of(on_cpu.storage())) {
+        return view_of(on_gpu, result);
+      }
+    }
+    return result.is_cuda() ? result : same_memory(result, device);
+  }
+
+  // Return a tensor in the storage of `on_gpu` that has the shape of `result`.
+  static Tensor view_of(const Tensor& on_gpu, const Tensor& result) {
+    Tensor view = at::detail::make_tensor<c10::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(on_gpu.storage()), on_gpu.key_set(), result.dtype());
+    view.unsafeGetTensorImpl()->set_sizes_and_strides(
+        result.sizes(), result.strides(), result.storage_offset());
+    return view;
+  }
+};
+
+// A collective in progress. DDP takes its result from the future.
+class GpuWork final : public c10d::Work {
+ public:
+  GpuWork(c10::intrusive_ptr<c10d::Work> host, Raise raise)
+      : host_(std::move(host)), raise_(std::move(raise)) {}
+  bool isCompleted() override {
+    return host_->isCompleted();
+  }
+  bool isSuccess() const override {
+    return host_->isSuccess();
+  }
+  std::exception_ptr exception() const override {
+    return host_->exception();
+  }
+  bool wait(std::chrono::milliseconds timeout) override {
+    return host_->wait(timeout);
+  }
+  void synchronize() override {
+    host_->synchronize();
+  }
+  c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
+    const auto type = c10::ListType::create(c10::TensorType::get());
+    auto future = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<Device>{raise_.device});
+    host_->getFuture()->addCallback([future, raise = raise_](c10::ivalue::Future& done) {
+      if (done.hasError()) {
+        future->setError(done.exception_ptr());
+      } else {
+        future->markCompleted(map_tensors(done.value(), raise));
+      }
+    });
+    return future;
+  }
+
+ private:
+  c10::intrusive_ptr<c10d::Work> host_;
+  Raise raise_;
+};
+
 // One call of an operator with GPU tensors.
 class Call {
  public:
@@ -238,11 +306,18 @@ class Call {
       }
     }
     refuse_what_a_gpu_refuses();
-    waits += kWaiting.count(schema_.name()) + index_copies_ + waits_for_mask();
+    waits += kWaiting.count(schema_.name()) + waits_for_indices();
     op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack_);
     adopt_new_memory();
+    const Raise raise{lowered_, device()};
     for (size_t i = stack_.size() - schema_.returns().size(); i < stack_.size(); i++) {
-      stack_[i] = map_tensors(stack_[i], [this](const Tensor& t) { return raise(t); });
+      if (stack_[i].isCustomClass()) {
+        c10::intrusive_ptr<c10d::Work> work =
+            c10::make_intrusive<GpuWork>(stack_[i].toCustomClass<c10d::Work>(), raise);
+        stack_[i] = IValue(std::move(work));
+      } else {
+        stack_[i] = map_tensors(stack_[i], raise);
+      }
     }
   }
 
@@ -276,7 +351,7 @@ class Call {
   }
 
   // A GPU takes from the CPU a tensor without dimensions, whose value is passed to the kernel, and
-  // the indices of x[i], which it copies.
+  // indices, which it copies.
   Tensor host_tensor(const Tensor& tensor, const c10::Argument& argument, bool by_value, bool is_index) {
     if (is_index) {
       index_copies_++;
@@ -310,10 +385,11 @@ class Call {
     }
   }
 
-  // x[mask] = values looks for the elements of the mask on the CPU, except for a single value.
-  // x[mask] calls nonzero(), which counts by itself.
-  bool waits_for_mask() const {
-    return indexes_by_mask_ && schema_.name() == "aten::_index_put_impl_" && !writes_one_value_;
+  // x[i] = values copies CPU indices. If i is a mask, it needs the mask's number of elements, except
+  // for a single value. Without an assignment PyTorch does both before it comes here.
+  int64_t waits_for_indices() const {
+    const bool is_assignment = schema_.name() == "aten::_index_put_impl_";
+    return is_assignment ? index_copies_ + (indexes_by_mask_ && !writes_one_value_) : 0;
   }
 
   Device device() const {
@@ -334,28 +410,11 @@ class Call {
     }
   }
 
-  // Return a result as a GPU tensor. An argument stays itself, and a view shares its storage.
-  Tensor raise(const Tensor& result) const {
-    for (const auto& [on_gpu, on_cpu] : lowered_) {
-      if (on_cpu.is_same(result)) {
-        return on_gpu;
-      }
-      if (result.is_cpu() && result.storage().is_alias_of(on_cpu.storage())) {
-        Tensor view = at::detail::make_tensor<c10::TensorImpl>(
-            c10::TensorImpl::VIEW, c10::Storage(on_gpu.storage()), on_gpu.key_set(), result.dtype());
-        view.unsafeGetTensorImpl()->set_sizes_and_strides(
-            result.sizes(), result.strides(), result.storage_offset());
-        return view;
-      }
-    }
-    return result.is_cuda() ? result : same_memory(result, device());
-  }
-
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
   torch::jit::Stack& stack_;
   const size_t first_;                               // where the arguments begin in the stack
-  std::vector<std::pair<Tensor, Tensor>> lowered_;   // each GPU tensor, and the CPU tensor for it
+  Pairs lowered_;
   std::optional<Device> device_;                     // of an argument "device"
   std::string stray_;                                // the argument that holds a CPU tensor
   bool has_cpu_generator_ = false;
