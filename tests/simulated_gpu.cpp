@@ -1,25 +1,26 @@
-// A device "cuda" for PyTorch's CPU build. Its tensors lie in the CPU's memory, and the CPU computes.
+// A device "cuda" for PyTorch's CPU build. Its tensors lie in CPU memory, and the CPU computes.
 //
-// PyTorch finds the kernel of an operator by the device of its tensors. In a CPU build there is none
-// for "cuda", and this file registers one for all of them, fallback():
+// PyTorch selects the kernel of an operator by the device of its tensors. A CPU build has no kernel
+// for "cuda". This file registers a single one for all operators, fallback(), which takes these
+// steps:
 //
-//  1. It refuses what a GPU refuses: tensors on two devices, or a CPU generator for a GPU tensor.
-//  2. It replaces each GPU tensor by a CPU tensor in the same memory.
-//  3. It calls the CPU's kernel, which writes into that memory.
-//  4. It turns each result into a GPU tensor, also in the same memory.
+//  1. It replaces each GPU tensor by a CPU tensor in the same memory.
+//  2. It refuses what a GPU refuses: tensors on two devices, or a CPU generator for a GPU tensor.
+//  3. It calls the CPU's kernel, which reads and writes that memory.
+//  4. It turns each result into a GPU tensor, again in the same memory.
 //
-// Only the operators that allocate memory, copy between devices or take a storage have kernels of
-// their own. Besides kernels, PyTorch asks a device for an allocator, random generators, the current
-// GPU of each thread (the guard) and, under DDP, a clock. They follow below.
+// Only operators that allocate memory, copy between devices or take a storage have kernels of their
+// own. Besides kernels, PyTorch asks a device for an allocator, for random generators, for the
+// current GPU of each thread (the guard) and, under DDP, for a clock. The file provides these, too.
 //
 // The file also counts how often the CPU would wait for the GPU. A wait is
-//  - a copy between the devices, except one with non_blocking=True from or to pinned memory;
-//  - an operator that needs a value on the CPU, for example item(), or the size of its result, for
-//    example nonzero() and indexing by a mask.
+//  - a copy between CPU and GPU, except with non_blocking=True from or to pinned memory;
+//  - an operator that needs a value on the CPU, for example item();
+//  - an operator whose result has a size that depends on values, for example nonzero().
 //
-// The file cannot show what depends on a real GPU. There are no GPU kernels, so nothing is said about
-// their rounding, speed or bugs. Operations finish before the call returns, so a missing
-// synchronisation between streams goes unnoticed. Memory is not limited, and gloo replaces NCCL.
+// The file cannot show what depends on a real GPU. It has no GPU kernels, so it says nothing about
+// their rounding, speed or bugs. Each operation is finished before its call returns, so a missing
+// synchronisation goes unnoticed. GPU memory has no limit, and gloo takes the place of NCCL.
 //
 // simulated_gpu.py compiles and loads this file.
 #include <ATen/CPUGeneratorImpl.h>
@@ -34,6 +35,7 @@
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <functional>
@@ -64,7 +66,7 @@ DeviceIndex gpu_count() {
     return 0;
   }
   const char* number = std::getenv("SIMULATED_GPUS");
-  return number ? static_cast<DeviceIndex>(std::atoi(number)) : 8;
+  return std::min<int>(number ? std::atoi(number) : 8, kMostGpus);
 }
 
 Device gpu(DeviceIndex index) {
@@ -215,18 +217,21 @@ IValue map_tensors(const IValue& value, const std::function<Tensor(const Tensor&
   return list;
 }
 
-// The operators that wait on a real GPU, besides copies and indexing by a mask. multinomial()
-// checks its probabilities on the CPU, bincount() and repeat_interleave() need a size.
+// The operators that wait on a real GPU, besides copies and x[i]. multinomial() checks its
+// probabilities on the CPU, and bincount() and repeat_interleave() need a size.
 const std::unordered_set<std::string> kWaiting = {
     "aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select",
     "aten::multinomial", "aten::bincount", "aten::repeat_interleave", "aten::_unique",
-    "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive", "aten::unique_dim_consecutive"};
+    "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive",
+    "aten::unique_dim_consecutive"};
 
-using Pairs = std::vector<std::pair<Tensor, Tensor>>;  // a GPU tensor, and the CPU tensor for it
+// Each GPU tensor of a call, and the CPU tensor that stands in for it
+using Pairs = std::vector<std::pair<Tensor, Tensor>>;
 
-// Turns a result of the CPU into a GPU tensor.
+// A function that turns a result on the CPU into a GPU tensor. An argument that is returned stays
+// the same tensor, and a view of an argument shares its storage.
 struct Raise {
-  Pairs lowered;  // the arguments
+  Pairs lowered;
   Device device;
 
   Tensor operator()(const Tensor& result) const {
@@ -251,7 +256,7 @@ struct Raise {
   }
 };
 
-// A collective in progress. DDP takes its result from the future.
+// A collective that is in progress on the CPU. DDP takes its result from getFuture().
 class GpuWork final : public c10d::Work {
  public:
   GpuWork(c10::intrusive_ptr<c10d::Work> host, Raise raise)
@@ -273,7 +278,8 @@ class GpuWork final : public c10d::Work {
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     const auto type = c10::ListType::create(c10::TensorType::get());
-    auto future = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<Device>{raise_.device});
+    const std::vector<Device> devices = {raise_.device};
+    auto future = c10::make_intrusive<c10::ivalue::Future>(type, devices);
     host_->getFuture()->addCallback([future, raise = raise_](c10::ivalue::Future& done) {
       if (done.hasError()) {
         future->setError(done.exception_ptr());
@@ -293,54 +299,69 @@ class GpuWork final : public c10d::Work {
 class Call {
  public:
   Call(const c10::OperatorHandle& op, torch::jit::Stack& stack)
-      : op_(op), schema_(op.schema()), stack_(stack), first_(stack.size() - schema_.arguments().size()) {}
+      : op_(op), schema_(op.schema()), stack_(stack) {}
 
   void run() {
-    const auto& arguments = schema_.arguments();
-    for (size_t i = 0; i < arguments.size(); i++) {
-      lower(stack_[first_ + i], arguments[i]);
-    }
-    for (size_t i = 0; i < arguments.size(); i++) {  // later, as the device is known only now
-      if (arguments[i].name() == "generator") {
-        lower_generator(stack_[first_ + i]);
-      }
-    }
+    lower_arguments();
     refuse_what_a_gpu_refuses();
     waits += kWaiting.count(schema_.name()) + waits_for_indices();
     op_.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), &stack_);
     adopt_new_memory();
-    const Raise raise{lowered_, device()};
-    for (size_t i = stack_.size() - schema_.returns().size(); i < stack_.size(); i++) {
-      if (stack_[i].isCustomClass()) {
-        c10::intrusive_ptr<c10d::Work> work =
-            c10::make_intrusive<GpuWork>(stack_[i].toCustomClass<c10d::Work>(), raise);
-        stack_[i] = IValue(std::move(work));
-      } else {
-        stack_[i] = map_tensors(stack_[i], raise);
+    raise_results();
+  }
+
+ private:
+  // Replace GPU tensors, devices and generators by their CPU counterparts.
+  void lower_arguments() {
+    const auto& arguments = schema_.arguments();
+    const size_t first = stack_.size() - arguments.size();
+    for (size_t i = 0; i < arguments.size(); i++) {
+      lower(stack_[first + i], arguments[i]);
+    }
+    // Generators come last, because only now is the call known to run on a GPU.
+    for (size_t i = 0; i < arguments.size(); i++) {
+      if (arguments[i].name() == "generator") {
+        lower_generator(stack_[first + i]);
       }
     }
   }
 
- private:
-  // Replace what belongs to a GPU in an argument by its CPU counterpart.
   void lower(IValue& value, const c10::Argument& argument) {
     if (value.isDevice() && value.toDevice().is_cuda()) {
       device_ = gpu(value.toDevice().index());
       value = Device(DeviceType::CPU);
-    } else {
-      writes_one_value_ |= argument.name() == "values" && value.isTensor() && value.toTensor().numel() == 1;
-      const bool written = argument.alias_info() && argument.alias_info()->isWrite();
-      const bool by_value = value.isTensor() && !written;
-      const bool is_index = argument.name() == "indices" && value.isList();
-      value = map_tensors(value, [&](const Tensor& t) {
-        return t.is_cuda() ? lowered(t, is_index) : host_tensor(t, argument, by_value, is_index);
-      });
+      return;
     }
+    if (argument.name() == "values" && value.isTensor()) {
+      writes_one_value_ = value.toTensor().numel() == 1;
+    }
+    const bool is_index = argument.name() == "indices" && value.isList();
+    value = map_tensors(value, [&](const Tensor& tensor) {
+      if (is_index) {
+        note_index(tensor);
+      } else if (!tensor.is_cuda() && !can_be_on_cpu(tensor, value, argument)) {
+        stray_ = argument.name();
+      }
+      return tensor.is_cuda() ? lowered(tensor) : tensor;
+    });
   }
 
-  Tensor lowered(const Tensor& tensor, bool is_index) {
+  // A GPU copies indices from the CPU.
+  void note_index(const Tensor& tensor) {
     const bool is_mask = tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte;
-    indexes_by_mask_ |= is_index && is_mask;
+    indexes_by_mask_ |= is_mask && tensor.is_cuda();
+    index_copies_ += !tensor.is_cuda();
+  }
+
+  // The value of a tensor without dimensions is passed to a GPU's kernel. The kernel cannot write
+  // to such a tensor, and a list of them is no value.
+  static bool can_be_on_cpu(const Tensor& tensor, const IValue& value,
+                            const c10::Argument& argument) {
+    const bool is_written = argument.alias_info() && argument.alias_info()->isWrite();
+    return tensor.dim() == 0 && value.isTensor() && !is_written;
+  }
+
+  Tensor lowered(const Tensor& tensor) {
     for (const auto& [on_gpu, on_cpu] : lowered_) {
       if (on_gpu.is_same(tensor)) {
         return on_cpu;
@@ -350,20 +371,9 @@ class Call {
     return lowered_.back().second;
   }
 
-  // A GPU takes from the CPU a tensor without dimensions, whose value is passed to the kernel, and
-  // indices, which it copies.
-  Tensor host_tensor(const Tensor& tensor, const c10::Argument& argument, bool by_value, bool is_index) {
-    if (is_index) {
-      index_copies_++;
-    } else if (!by_value || tensor.dim() > 0) {
-      stray_ = argument.name();
-    }
-    return tensor;
-  }
-
   void lower_generator(IValue& value) {
     if (value.isNone()) {
-      if (device_ || !lowered_.empty()) {
+      if (runs_on_gpu()) {
         value = host_generator(default_generator(device().index()));
       }
     } else if (value.toGenerator().device().is_cuda()) {
@@ -374,29 +384,37 @@ class Call {
   }
 
   void refuse_what_a_gpu_refuses() const {
-    const bool has_gpu = device_ || !lowered_.empty();
-    TORCH_CHECK(!has_gpu || stray_.empty(), "Expected all tensors to be on the same device, but found "
-                "at least two devices, ", device(), " and cpu! (argument ", stray_, " of ", schema_.name(), ")");
-    TORCH_CHECK(!has_gpu || !has_cpu_generator_, "Expected a 'cuda' device type for generator but "
-                "found 'cpu' (", schema_.name(), ")");
+    const char* two_devices = "Expected all tensors to be on the same device, but found at least "
+                              "two devices, ";
+    TORCH_CHECK(!runs_on_gpu() || stray_.empty(), two_devices, device(), " and cpu! (argument ",
+                stray_, " of ", schema_.name(), ")");
+    TORCH_CHECK(!runs_on_gpu() || !has_cpu_generator_, "Expected a 'cuda' device type for ",
+                "generator but found 'cpu' (", schema_.name(), ")");
     for (const auto& [on_gpu, on_cpu] : lowered_) {
-      TORCH_CHECK(on_gpu.device() == device(), "Expected all tensors to be on the same device, but "
-                  "found at least two devices, ", device(), " and ", on_gpu.device(), "! (", schema_.name(), ")");
+      TORCH_CHECK(on_gpu.device() == device(), two_devices, device(), " and ", on_gpu.device(),
+                  "! (", schema_.name(), ")");
     }
   }
 
-  // x[i] = values copies CPU indices. If i is a mask, it needs the mask's number of elements, except
-  // for a single value. Without an assignment PyTorch does both before it comes here.
+  // x[i] = values copies CPU indices. If i is a mask, it needs the number of elements in the mask,
+  // except for a single value. For x[i] alone, PyTorch does both before it calls the kernel.
   int64_t waits_for_indices() const {
     const bool is_assignment = schema_.name() == "aten::_index_put_impl_";
     return is_assignment ? index_copies_ + (indexes_by_mask_ && !writes_one_value_) : 0;
   }
 
-  Device device() const {
-    return device_ ? *device_ : lowered_.empty() ? gpu(-1) : lowered_[0].first.device();
+  bool runs_on_gpu() const {
+    return device_ || !lowered_.empty();
   }
 
-  // An operator with out=, for example, may have given a CPU tensor other memory or another shape.
+  Device device() const {
+    if (device_) {
+      return *device_;
+    }
+    return lowered_.empty() ? gpu(-1) : lowered_[0].first.device();
+  }
+
+  // The kernel may have given a tensor other memory or another shape, for example with out=.
   void adopt_new_memory() const {
     for (const auto& [on_gpu, on_cpu] : lowered_) {
       const bool moved = on_gpu.storage().data() != on_cpu.storage().data();
@@ -410,17 +428,29 @@ class Call {
     }
   }
 
+  void raise_results() {
+    const Raise raise{lowered_, device()};
+    for (size_t i = stack_.size() - schema_.returns().size(); i < stack_.size(); i++) {
+      if (stack_[i].isCustomClass()) {
+        c10::intrusive_ptr<c10d::Work> work =
+            c10::make_intrusive<GpuWork>(stack_[i].toCustomClass<c10d::Work>(), raise);
+        stack_[i] = IValue(std::move(work));
+      } else {
+        stack_[i] = map_tensors(stack_[i], raise);
+      }
+    }
+  }
+
   const c10::OperatorHandle& op_;
   const c10::FunctionSchema& schema_;
-  torch::jit::Stack& stack_;
-  const size_t first_;                               // where the arguments begin in the stack
-  Pairs lowered_;
-  std::optional<Device> device_;                     // of an argument "device"
-  std::string stray_;                                // the argument that holds a CPU tensor
+  torch::jit::Stack& stack_;          // the arguments, later the results
+  Pairs lowered_;                     // the GPU tensors among the arguments
+  std::optional<Device> device_;      // the argument "device", if it is a GPU
+  std::string stray_;                 // an argument that holds a CPU tensor and must not
   bool has_cpu_generator_ = false;
   bool indexes_by_mask_ = false;
-  bool writes_one_value_ = false;                    // x[...] = value
-  int64_t index_copies_ = 0;                         // of CPU tensors, in x[i]
+  bool writes_one_value_ = false;
+  int64_t index_copies_ = 0;
 };
 
 void fallback(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* stack) {
@@ -429,16 +459,26 @@ void fallback(const c10::OperatorHandle& op, DispatchKeySet, torch::jit::Stack* 
 
 // ---- operators with kernels of their own
 
-Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
-             std::optional<Device> device, std::optional<bool>, std::optional<at::MemoryFormat> format) {
-  const c10::DeviceGuard guard(gpu(device ? device->index() : -1));
-  return at::detail::empty_generic(C10_AS_INTARRAYREF_SLOW(size), &gpu_allocator,
-                                   DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype), format);
+// Return the GPU to allocate memory on.
+Device existing_gpu(const std::optional<Device>& device) {
+  const Device found = gpu(device ? device->index() : -1);
+  TORCH_CHECK(found.index() < gpu_count(), "CUDA error: invalid device ordinal");
+  return found;
 }
 
-Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride, std::optional<at::ScalarType> dtype,
-                     std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>) {
-  const c10::DeviceGuard guard(gpu(device ? device->index() : -1));
+Tensor empty(c10::SymIntArrayRef size, std::optional<at::ScalarType> dtype,
+             std::optional<at::Layout>, std::optional<Device> device, std::optional<bool>,
+             std::optional<at::MemoryFormat> format) {
+  const c10::DeviceGuard guard(existing_gpu(device));
+  return at::detail::empty_generic(
+      C10_AS_INTARRAYREF_SLOW(size), &gpu_allocator, DispatchKeySet(DispatchKey::CUDA),
+      c10::dtype_or_default(dtype), format);
+}
+
+Tensor empty_strided(c10::SymIntArrayRef size, c10::SymIntArrayRef stride,
+                     std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
+                     std::optional<Device> device, std::optional<bool>) {
+  const c10::DeviceGuard guard(existing_gpu(device));
   return at::detail::empty_strided_generic(
       C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride), &gpu_allocator,
       DispatchKeySet(DispatchKey::CUDA), c10::dtype_or_default(dtype));
@@ -453,8 +493,8 @@ Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   return self;
 }
 
-Tensor& set_storage(Tensor& self, c10::Storage storage, c10::SymInt offset, c10::SymIntArrayRef size,
-                    c10::SymIntArrayRef stride) {
+Tensor& set_storage(Tensor& self, c10::Storage storage, c10::SymInt offset,
+                    c10::SymIntArrayRef size, c10::SymIntArrayRef stride) {
   auto* tensor = self.unsafeGetTensorImpl();
   tensor->set_storage_keep_dtype(std::move(storage));
   tensor->set_sizes_and_strides(C10_AS_INTARRAYREF_SLOW(size), C10_AS_INTARRAYREF_SLOW(stride),
@@ -598,8 +638,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
 
 // The processes talk through gloo, which takes CPU tensors only.
 TORCH_LIBRARY_IMPL(c10d, CUDA, library) {
-  for (const char* name : {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "allgather_",
-                           "_allgather_base_", "barrier"}) {
+  for (const char* name : {"allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_",
+                           "allgather_", "_allgather_base_", "barrier"}) {
     library.impl(name, torch::CppFunction::makeFromBoxedFunction<&fallback>());
   }
 }

@@ -4,22 +4,25 @@
     python tests/simulated_gpu.py train_gpt2.py --max_steps=20     # runs a script on them
     SIMULATED_GPUS=2 SIMULATED_CAPABILITY=7.0 python ...           # two V100s; default: 8, 9.0
 
-How it works. start() compiles simulated_gpu.cpp, which registers the device with PyTorch's C++ part:
-each operator on a GPU tensor checks what a GPU would refuse and then calls the CPU's kernel. The
-library is compiled once into the temporary folder, which takes ten seconds. PyTorch's Python part
-asks torch.cuda about the GPUs, and start() replaces these functions. gloo takes the place of NCCL,
-and refuses CPU tensors as NCCL does. torch.compile traces the model, lets DDP split it and
-differentiates it, as on a GPU. It then runs the graphs with PyTorch's operators ("aot_eager"),
-because Inductor's kernels need a real GPU. Runs therefore end with real losses, and waits() and
-compilations() count what would make a GPU slow.
+How it works:
+- start() compiles simulated_gpu.cpp, which registers the device with PyTorch's C++ part. Each
+  operator on a GPU tensor checks what a GPU would refuse and then calls the CPU's kernel. The
+  library is compiled once into the temporary folder, which takes about ten seconds.
+- start() replaces the functions of torch.cuda, by which PyTorch's Python part learns about GPUs.
+- gloo takes the place of NCCL, and refuses CPU tensors as NCCL does.
+- torch.compile traces the model, lets DDP split it and differentiates it, as on a GPU. It then runs
+  the graphs with PyTorch's operators ("aot_eager"), because Inductor's kernels need a real GPU.
+Runs therefore end with real losses. waits() and compilations() count what makes a GPU slow.
 
-What it cannot show. There are no GPU kernels, so it says nothing about their rounding, their speed
-or their bugs. Operations do not run at the same time as Python, so it cannot find a read that comes
-too early. GPU memory has no limit. NCCL does not run.
+What it cannot show:
+- It has no GPU kernels, so it says nothing about their rounding, their speed or their bugs.
+- Each operation is finished before its call returns, so it cannot find a read that comes too early.
+- GPU memory has no limit, and its figures are 0.
+- NCCL does not run.
 
-It needs Linux, g++ and a CPU build of PyTorch. It was tried with torch 2.13. It uses PyTorch's C++
-interface, which may change in any version: if a later one, for example 2.15, no longer compiles it,
-the command says so and shows the compiler's first error.
+It needs Linux, g++ and a CPU build of PyTorch. torch 2.13 was tried. Other versions may change the
+C++ interface that it uses. If the CPU build of another version, for example 2.15, does not compile
+it, start() says so with the compiler's first error.
 """
 import contextlib
 import hashlib

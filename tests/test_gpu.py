@@ -59,9 +59,11 @@ def counts(path):
 
 def train(n, log_dir, **changes):
     """Train with n processes; return the first of them."""
-    statuses, runs = together(n, log_dir, **changes) if n > 1 else ([0], [Forked(log_dir, **changes)])
+    if n == 1:
+        return succeed(Forked(log_dir, **changes))
+    statuses, runs = together(n, log_dir, **changes)
     assert statuses == [0] * n, [run.err for run in runs]
-    return runs[0] if n > 1 else succeed(runs[0])
+    return runs[0]
 
 STEPS_ALONE = dict(B=1, max_steps=6, eval_every=0, save_every=0)  # 8 micro-steps, or 4 of each
 
@@ -112,8 +114,7 @@ EVALUATED = dict(hellaswag_every=4, sample_every=4, sample_tokens=12, eval_every
                  max_steps=12, B=2, val_tokens=1024 + 16)  # the last batch of a validation is short
 
 @SIMULATED
-@pytest.mark.parametrize("n", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("n, dtype", [(1, "bfloat16"), (2, "float32")])
 def test_a_run_compiles_twice_and_a_step_compiles_once(folder, n, dtype):
     """Once for training and once for validation. HellaSwag and samples compile nothing."""
     name = f"compiled {n} {dtype}"
@@ -273,7 +274,7 @@ def pytest_on(device, tmp_path, **env):
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
                f"{ROOT}/tests/test_gpu.py", f"--device={device}", f"--rootdir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=180,
-                          env={key: value for key, value in {**os.environ, **env}.items()})
+                          env=os.environ | env)
     assert done.returncode == pytest.ExitCode.USAGE_ERROR, done.stdout + done.stderr
     assert "Traceback" not in done.stdout + done.stderr
     return done.stdout + done.stderr
@@ -318,7 +319,8 @@ def test_the_launcher_runs_a_script_and_tells_what_is_missing(tmp_path):
     script.write_text("import sys, torch, json\n"
                       "print(json.dumps([sys.argv[1:], torch.cuda.device_count()]))\n")
     command = [sys.executable, f"{ROOT}/tests/simulated_gpu.py", str(script), "a", "--b"]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV | {"SIMULATED_GPUS": "2"})
+    two = ENV | {"SIMULATED_GPUS": "2"}
+    done = subprocess.run(command, capture_output=True, text=True, env=two)
     assert (done.stderr, json.loads(done.stdout)) == ("", [["a", "--b"], 2])
     done = subprocess.run(command, capture_output=True, text=True, env=ENV | {"PATH": ""})
     assert done.returncode == 1
