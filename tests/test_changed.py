@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ROOT, TINY, Forked, assert_close_logs, assert_same, lines_of_log, load, one_line, read_log,
+    ROOT, TINY, Forked, assert_close_logs, assert_same, assert_same_logs, load, one_line, read_log,
     succeed, together, write_text)
 from test_model import ids, shake, small, stub_run
 from torch.nn import functional as F
@@ -38,7 +38,7 @@ def finished(folder):
 def narrow_window(arrange, width):
     """Attention to so many tokens. The first ones see what they always saw."""
     def attention(q, k, v, dropout_p, is_causal):
-        all_pairs = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool)
+        all_pairs = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device)
         return F.scaled_dot_product_attention(q, k, v, all_pairs.tril().triu(1 - width))
     arrange.t.F = SimpleNamespace(cross_entropy=F.cross_entropy,
                                   scaled_dot_product_attention=attention)
@@ -302,7 +302,7 @@ def test_state_saves_whatever_it_holds(folder):
     assert killed.wait() == -signal.SIGKILL
     again = succeed(run("state 2"))
     assert "from step 10 on" in again.out
-    assert lines_of_log(again.log_dir) == lines_of_log(whole.log_dir)
+    assert_same_logs(again.log_dir, whole.log_dir)
     a, b = (load(log_dir / "checkpoint_00020.pt") for log_dir in (again.log_dir, whole.log_dir))
     assert_same(a, b)
     assert a["average"]["n_averaged"] == 20 and a["history"] == b["history"]
@@ -344,7 +344,7 @@ def test_checkpoints_of_an_earlier_version_continue(folder, finished):
     torch.save(as_before(load(path)), path)
     run = succeed(Forked(copied))
     assert "from step 13 on" in run.out and "was edited" not in run.out
-    assert lines_of_log(copied) == lines_of_log(finished)
+    assert_same_logs(copied, finished)
     assert_same(load(copied / LAST), load(finished / LAST))
     torch.save(as_before(load(copied / LAST)), copied / "old.pt")
     old, new = (t.GPT.from_pretrained(copied / name).state_dict() for name in ("old.pt", LAST))
@@ -446,7 +446,7 @@ def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_stay(
                                        "signal_at": (signal.SIGTERM, *steps)}))
     whole, _, again = run("averaged"), run("averaged 2", 12), run("averaged 2")
     path = again.log_dir / "checkpoint_00020.pt"
-    assert read_log(again.log_dir) == read_log(whole.log_dir)
+    assert_same_logs(again.log_dir, whole.log_dir)
     assert_same(load(path), load(whole.log_dir / path.name))
     saved, average, encoding = load(path), t.GPT.from_pretrained(path), t.get_encoding("bytes")
     cfg = t.Config(**saved["constants"])
@@ -491,8 +491,9 @@ def masked(arrange, _):
     """Of the row with number n, the first (n % 5) * 4 targets count, as in a chat its answers."""
     def batch(self, row, B, device=torch.device("cpu")):
         x, y = real(self, row, B, device)
-        counted = torch.arange(row, row + B) % 5 * 4
-        return x, y.masked_fill(torch.arange(self.T) >= counted[:, None], -100)
+        counted = torch.arange(row, row + B, device=device) % 5 * 4
+        columns = torch.arange(self.T, device=device)
+        return x, y.masked_fill(columns >= counted[:, None], -100)
     real, arrange.t.DataLoaderLite.batch = arrange.t.DataLoaderLite.batch, batch
 
 def noisy_gradients(arrange, scale):
@@ -555,7 +556,7 @@ def test_dropout_killed_and_continued_is_never_killed(folder, dropped):
         run = Forked(folder / "dropped 2", arrange={"signal_at": (number, step)}, **words)
         run.wait()
     succeed(Forked(run.log_dir, **words))
-    assert lines_of_log(run.log_dir) == lines_of_log(dropped.log_dir)
+    assert_same_logs(run.log_dir, dropped.log_dir)
     assert_same(load(run.log_dir / LAST), load(dropped.log_dir / LAST))
 
 def test_dropout_is_in_train_step_alone(dropped, finished):

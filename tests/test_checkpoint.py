@@ -19,8 +19,8 @@ from unittest import mock
 import pytest
 import torch
 from conftest import (
-    ENV, ROOT, TINY, Forked, assert_close_logs, assert_same, flags, lines_of_log, load, one_line,
-    read_log, succeed, together, until, write_text)
+    ENV, ROOT, TINY, Forked, assert_close_logs, assert_same, assert_same_logs, flags, load,
+    need_gpus, one_line, read_log, start_simulation, succeed, together, until, write_text)
 
 import train_gpt2 as t
 
@@ -50,7 +50,7 @@ def halfway(place):
 
 def assert_same_run(folder, reference, last=LAST):
     """The same log, but for times, and the same last checkpoint as the run never stopped."""
-    assert lines_of_log(folder) == lines_of_log(reference)
+    assert_same_logs(folder, reference)
     assert_same(load(folder / last), load(reference / last))
 
 def assert_all_whole(folder):
@@ -193,8 +193,9 @@ print(f"threads of gloo: {'gloo' in names}", flush=True)
 def test_under_torchrun(place):
     """--max-restarts begins at step 0; SIGTERM loses steps; threads outlive main(), and would
     abort one exit in many."""
+    need_gpus(2)
     folder, out = place / "torchrun", place / "torchrun.out"
-    (place / "exit.py").write_text(EXIT)
+    (place / "exit.py").write_text(start_simulation() + EXIT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                "--max-restarts=1", str(place / "exit.py")]
     with open(out, "w") as file:

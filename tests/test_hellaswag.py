@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import one_line, run_python
+from conftest import device_type, need_gpus, one_line, run_python
 from torch.nn import functional as F
 
 import hellaswag
@@ -46,11 +46,11 @@ def gpt(n_vocab=VOCAB, block_size=64):
                           n_embd=32, n_vocab=n_vocab))
     for p in model.parameters():
         torch.nn.init.normal_(p, std=0.2)
-    return model
+    return model.to(device_type())
 
 def logits_of(model):
-    """Return the model as a plain function from ids to logits."""
-    return lambda idx: model(idx)[0]
+    """Return the model as a plain function from ids to logits, both on the CPU."""
+    return lambda idx: model(idx.to(device_type()))[0].to(idx.device)
 
 @torch.no_grad()
 def naive(logits, questions, encode=encode):
@@ -102,6 +102,7 @@ def test_render_example_returns_four_padded_rows(gpt2_encoding):
 def test_memory_is_bounded_whatever_the_questions(monkeypatch):
     """No batch has more than CPU_BATCH tokens, and padding adds less than 20 %."""
     monkeypatch.setattr(hellaswag, "CPU_BATCH", 768)
+    monkeypatch.setattr(hellaswag, "GPU_BATCH", 768)
     model, questions = gpt(), made_up(60)
     sizes = [tokens.numel() for _, tokens, _ in prepare(questions, model).batches]
     used = sum(len(encode(q["ctx"])) + len(encode(end)) for q in questions for end in q["endings"])
@@ -134,7 +135,7 @@ def test_scoring_leaves_the_training_as_it_was():
          torch._dynamo.eval_frame._stance.stance)))
     plain = ending_losses(model, questions)[0]
     assert seen == {(False, False, "force_eager")} and torch.backends.cuda.cudnn_sdp_enabled()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device_type(), torch.bfloat16):
         low = ending_losses(model, questions)[0]
         expected = naive(logits_of(model), questions)[0]
     assert torch.equal(state, torch.random.get_rng_state())
@@ -143,9 +144,13 @@ def test_scoring_leaves_the_training_as_it_was():
 def one_of_two(rank, store, expected):
     """Score on one of two ranks, of which rank 1 has a batch less; then break rank 1's model."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2,
+    backend = "gloo"
+    if device_type() == "cuda":
+        backend = "nccl"
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=2,
                             timeout=datetime.timedelta(minutes=2))
-    hellaswag.CPU_BATCH = 256
+    hellaswag.CPU_BATCH = hellaswag.GPU_BATCH = 256
     model = gpt()
     prepared = prepare(made_up(50), model)
     assert len(prepared.batches) % 2 == 1
@@ -158,6 +163,7 @@ def one_of_two(rank, store, expected):
 
 def test_two_processes_get_the_score_of_one(tmp_path):
     """If one rank has a loss that is not finite, both raise the error."""
+    need_gpus(2)
     expected = hellaswag.evaluate(gpt(), prepare(made_up(50), gpt()))
     torch.multiprocessing.start_processes(one_of_two, (str(tmp_path / "store"), expected),
                                           nprocs=2, start_method="forkserver")
@@ -244,14 +250,14 @@ def folder(is_gpt2, tmp_path_factory):
 
 @pytest.fixture
 def main(data, monkeypatch):
-    """Return a function that runs `hellaswag.py -d cpu <args>` in this process.
+    """Return a function that runs `hellaswag.py <args>` in this process, on the tests' device.
 
     There are three questions, and the last one is too long for the tiny GPT.
     """
     data(example(), example(label=1), example(ctx="A man is on a roof. " * 30))
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["hellaswag.py", "-d", "cpu", *map(str, args)])
+        monkeypatch.setattr(sys, "argv", ["hellaswag.py", "-d", device_type(), *map(str, args)])
         hellaswag.main()
     return run
 
@@ -277,7 +283,7 @@ def test_a_limit_that_is_no_number_of_questions_is_one_line(main, limit):
 
 def test_transformers_and_ours_get_equal_losses(folder, tmp_path):
     """A transformers model with the same weights is scored alike, always in float32."""
-    theirs, text_to_ids = hellaswag.load_model(str(folder), "cpu")
+    theirs, text_to_ids = hellaswag.load_model(str(folder), device_type())
     assert text_to_ids == hellaswag.gpt2_encode
     assert_same(theirs, made_up(), logits_of(gpt(n_vocab=50257)))
     theirs.half().save_pretrained(tmp_path)
@@ -311,7 +317,8 @@ def test_bad_models_are_one_line(tmp_path, folder, main, monkeypatch, capsys):
                          (tmp_path / "small", "no tokenizer"), (code, "")):
         with pytest.raises(SystemExit) as e:
             main("-m", name)
-        one_line(f"{e.value.code}\n", f"-m {name} cannot be loaded on -d cpu", reason)
+        one_line(f"{e.value.code}\n", f"-m {name} cannot be loaded on -d {device_type()}",
+                 reason)
     assert capsys.readouterr().err == "" and not (tmp_path / "was_run").exists()
 
 def test_importing_does_nothing_and_a_mistake_is_one_line(tmp_path):

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ENV, ROOT, TINY, Forked, assert_close_logs, one_line, read_log, run_python, run_script, succeed,
-    together, write_text)
+    ENV, ROOT, TINY, Forked, assert_close_logs, device_type, one_line, read_log, run_python,
+    run_script, start_simulation, succeed, together, write_text)
 from test_model import small
 from torch.nn import functional as F
 
@@ -39,7 +39,8 @@ def test_quick_start_and_then_the_real_thing(tmp_path, monkeypatch):
     shorter = ["--max_steps=15", "--eval_every=15", "--sample_every=15", "--val_tokens=4096",
                "--sample_tokens=50"]
     env = ENV | {"PYTHONDEVMODE": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
-    done = run_script("train_gpt2.py", *shorter, "--device=cpu", cwd=tmp_path, env=env)
+    done = run_script("train_gpt2.py", *shorter, f"--device={device_type()}", cwd=tmp_path,
+                      env=env)
     assert (done.returncode, done.stderr) == (0, "")
     start, first_lines, *_ = done.stdout.split("\n\n")
     assert start.startswith("Quick start") and "python fineweb.py" in start
@@ -133,7 +134,8 @@ def test_an_edited_copy_of_the_script_trains_with_its_constants(tmp_path):
         assert n == 1, name
     (tmp_path / "train_gpt2.py").write_text(source)
     (tmp_path / "fineweb.py").symlink_to(ROOT / "fineweb.py")
-    done = run_python("import train_gpt2; train_gpt2.main()", cwd=tmp_path, env={"PYTHONPATH": ""})
+    code = start_simulation() + "import train_gpt2; train_gpt2.main()"
+    done = run_python(code, cwd=tmp_path, env={"PYTHONPATH": ""})
     assert (done.returncode, done.stderr) == (0, "")
     assert "n_layer=1, n_head=2, n_embd=16" in done.stdout
     assert [step for step, stream in read_log(tmp_path / "log") if stream == "train"] == [0, 1]
