@@ -26,7 +26,7 @@ LOG = TRAINING + "0 val 10.9\n250 val 7.1\n0 hella 0.25\n250 hella 0.26\n"
 def draw(folder, log):
     (folder / "log.txt").write_text(log)
     (folder / "run.json").write_text(json.dumps({"constants": {"total_batch_size": 2048}}))
-    t.draw_curves(str(folder))
+    t.plot_curves(str(folder))
     return folder / "curves.png"
 
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")  # told each time
@@ -104,7 +104,7 @@ def test_the_numbers_of_a_step(monkeypatch, capsys):
         run.cfg = dataclasses.replace(run.cfg, print_every=every)
         t.report_step(run, 2.5, 0.75)
         assert capsys.readouterr().out == ""
-        t.report(run, 399, "val", 2.5, note=" (bits)", always=True)
+        t.report(run, 399, "val", 2.5, note=" (bits)", print_always=True)
         assert capsys.readouterr().out == "  399/1000 val 2.5000 (bits)\n"
 
 def test_one_line_tells_of_steps_that_became_slow(monkeypatch, capsys):
@@ -133,9 +133,10 @@ def test_processes_agree_on_a_step(monkeypatch):
     """The loss is of all their rows; a signal to one stops all, or they would wait for it. Where
     their gradients differ, they train models that nobody has."""
     mine = torch.tensor(2.5), torch.tensor(0.75)
-    assert t.gather(step_399(monkeypatch), *mine) == [[2.5], [0.75], [0]]
+    step_399(monkeypatch)
+    assert t.gather(*mine, signal_came=True) == [[2.5], [0.75], [1]]
     run = step_399(monkeypatch, (3.5, 0.7500001, 1.0), (6.0, 0.75, 0.0))
-    losses, norms, signals = t.gather(run, *mine)
+    losses, norms, signals = t.gather(*mine, signal_came=False)
     assert losses == [2.5, 3.5, 6.0] and signals == [0, 1, 0]
     t.check_step(run, losses, norms)
     with pytest.raises(t.UserError, match="step 399 .*0.75 .*0.7501.* different models"):
@@ -172,13 +173,13 @@ def test_the_first_lines_count_epochs_and_what_is_trained():
 def test_only_the_newest_drawing_waits(tmp_path, monkeypatch):
     """A save that takes long would be followed by a picture for each evaluation meanwhile."""
     folder, hold = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data"), Future()
-    monkeypatch.setattr(t, "draw_curves", draw_curves := mock.Mock())
+    monkeypatch.setattr(t, "plot_curves", plot_curves := mock.Mock())
     folder.thread.submit(hold.result)  # a save
     for _ in range(5):
-        folder.draw()
+        folder.plot()
     hold.set_result(None)
     folder.close()
-    draw_curves.assert_called_once_with(tmp_path)
+    plot_curves.assert_called_once_with(tmp_path)
 
 def test_what_stays_in_a_log(tmp_path, monkeypatch):
     """Steps that come again go, and half a line; comments before them stay."""
