@@ -428,11 +428,11 @@ def answer_requests(connection, name):
 
 @contextlib.contextmanager
 def signals_deferred():
-    """Handle SIGINT and SIGTERM only after this block. Processes started in it never receive them.
+    """Handle SIGINT and SIGTERM only after this block, and never in processes started inside it.
 
-    Ctrl-C sends SIGINT to all processes of the terminal. The main process handles it, and the
-    workers must not print anything. A process inherits the set of blocked signals, so both are
-    blocked here. Another thread may still receive them, so the handlers are replaced, too.
+    Ctrl-C sends SIGINT to all processes of the terminal, but only the main process must handle
+    it. A process inherits the blocked signals of the thread that starts it, so both are blocked
+    here. Other threads may still receive them, so the handlers are replaced as well.
     """
     arrived = []
     handlers = {}
