@@ -426,21 +426,31 @@ def answer_requests(connection, name):
         except OSError:
             return
 
-def start_workers(nprocs, name):
-    """Start worker processes for the encoding called `name`; return a list of Workers.
+@contextlib.contextmanager
+def signals_deferred():
+    """Handle SIGINT and SIGTERM only after this block, and never in processes started inside it.
 
-    Ctrl-C sends SIGINT to all processes of the terminal, but only the main process should handle
-    it. A process inherits the set of blocked signals, so SIGINT is blocked while workers start.
-    If it arrives in that time, the main process handles it afterwards.
+    Ctrl-C sends SIGINT to all processes of the terminal, but only the main process must handle
+    it. A process inherits the blocked signals of the thread that starts it, so both are blocked
+    here. Other threads may still receive them, so the handlers are replaced as well.
     """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        return [Worker(name) for _ in range(nprocs)]
-    resource_tracker.ensure_running()  # starting it unblocks SIGINT, so start it first
-    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    arrived = []
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, lambda number, frame: arrived.append(number))
+    can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
+    if can_block:
+        resource_tracker.ensure_running()  # multiprocessing unblocks signals when it starts this
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, list(handlers))
     try:
-        return [Worker(name) for _ in range(nprocs)]
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        if can_block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 def tokenize_all(batches, nprocs, name):
     """Tokenize batches in nprocs worker processes.
@@ -448,7 +458,8 @@ def tokenize_all(batches, nprocs, name):
     Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
-    workers = start_workers(nprocs, name)
+    with signals_deferred():
+        workers = [Worker(name) for _ in range(nprocs)]
     idle = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
