@@ -178,8 +178,8 @@ def test_a_run_moves_between_a_gpu_and_the_cpu(folder):
 
 @GPU
 def test_two_gpus_with_hellaswag_are_one(folder):
-    """Losses and scores are those of one GPU."""
-    words = dict(EVALUATED, dtype="float32", arrange={made_up_questions: 20})
+    """Losses and scores are those of one GPU, also where the second has no row to validate."""
+    words = dict(EVALUATED, val_tokens=16, dtype="float32", arrange={made_up_questions: 20})
     one, two = (train(n, folder / f"hellaswag {n}", **words) for n in (1, 2))
     assert_close_logs(one.log_dir, two.log_dir)
     assert {step for step, stream in read_log(two.log_dir) if stream == "hella"} == {0, 4, 8, 12}
