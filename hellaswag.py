@@ -119,10 +119,11 @@ def gpt2_encode(text):
 def tokenize(example, encode=gpt2_encode):
     """Return the token ids of a question: (context, [4 endings]).
 
-    encode: a function from a text to its token ids. Some tokenizers put a token or a space before
-    every text. An ending continues a text, so it is encoded after a word, whose tokens are then
-    removed. For GPT-2 the result is encode(" " + ending).
+    encode: a function from a text to its token ids.
     """
+    # An ending continues the context, so it must not begin like a new text, before which some
+    # tokenizers put a token or a space. Encode it after the word "a", and remove the tokens of "a".
+    # For GPT-2 the result is encode(" " + ending)
     n_word = len(encode("a"))
     endings = [encode("a " + ending)[n_word:] for ending in example["endings"]]
     return encode(example["ctx"]), endings

@@ -62,7 +62,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 # Besides tokenizing FineWeb-Edu, fineweb.py holds what all three scripts share
 from fineweb import (  # noqa: E402
     UserError, encoding_parts, first_line, get_encoding, hugging_face_tokenizer, lock_folder,
-    make_config, parse_flags, remove_parts, token_dtype, write_whole)
+    make_config, parse_flags, remove_unfinished, token_dtype, write_whole)
 
 # ---- Constants. --help prints the comments behind them
 @dataclass(frozen=True)
@@ -982,7 +982,7 @@ def resolve_config(flags, device=torch.device("cpu")):
         preset = finetune_preset(start.weights) | preset
     if "max_steps" in flags:  # then epochs and minutes of the preset do not decide it
         preset = preset | {"epochs": 0.0, "minutes": 0.0}
-    decided = constants_of_weights(start.weights, flags.get("init_from", Config.init_from))
+    decided = constants_of_weights(start, flags.get("init_from", Config.init_from))
     check_flags_against_weights(flags, decided, start.weights)
     cfg = make_config(Config, preset | decided | flags)
     lines = f"{note}settings  {description_of_preset(preset_name, cfg, preset | decided)}"
@@ -1033,9 +1033,14 @@ def finetune_preset(weights):
     return {"max_lr": 0.1 / weights.config["n_embd"],
             "T": min(1024, 2 ** int(math.log2(block_size)))}
 
-def constants_of_weights(weights, init_from):
-    """Return the constants of Config that given weights decide; none if the model is new."""
-    if weights is None or init_from == "scratch":
+def constants_of_weights(start, init_from):
+    """Return the constants of Config that weights decide; none if the model is new.
+
+    If a run that began from scratch continues, its weights do not decide either. There
+    check_same_training() compares the constants with those of the run.
+    """
+    weights = start.weights
+    if weights is None or (init_from == "scratch" and start.checkpoint):
         return {}
     decided = {name: value for name, value in weights.config.items() if name in asdict(Config())}
     return decided | ({"encoding": weights.encoding} if weights.encoding else {})
@@ -1330,7 +1335,7 @@ def lock_run_folder(log_dir):
     if rank() != 0:
         return None
     lock = lock_folder(Path(log_dir))
-    remove_parts(Path(log_dir))  # the rest of saves that were killed
+    remove_unfinished(Path(log_dir))  # of saves that were killed
     return lock
 
 def check_same_training(saved, cfg, fingerprint):
