@@ -84,11 +84,14 @@ PROMISES = {
         "them. If that is not the purpose of the edit, results differ by more than the edit. "
         "init_weights seeds each draw by the parameter's name."),
 }
-# Flags that this command sets for each run
+# Flags that this command sets for each run, and others that it sets unless they are given
 OWN_FLAGS = ("log_dir", "max_steps", "epochs", "minutes", "eval_every", "save_every", "keep_every",
              "sample")
+DEFAULTS = {"dtype": "float32", "compile": "False", "hellaswag_every": 0, "sample_every": 0,
+            "epochs": 0, "minutes": 0, "keep_every": 0}
 # Streams whose names match this hold times, which differ between equal runs
 TIMES = re.compile(r"minute|second|time|speed|tok/s|tokens_per", re.I)
+NO_REPEAT = "the same command already gives another run"
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL; SIGTERM ends at once
 
@@ -183,13 +186,16 @@ class Rounding:
     unit of rounding. Small differences grow from step to step, at a rate that depends on the model.
     """
     def __init__(self, log, nudged, low_precision, margin=10):
-        self.log, self.nudged, self.margin = log, nudged, margin
-        self.floor = 2e-4 if low_precision else 2e-6  # relative to the loss
+        self.margin, self.floor = margin, 2e-4 if low_precision else 2e-6  # relative to the loss
+        self.grown, most = {}, 0.0  # {step: the largest difference up to there}
+        for step, stream in sorted(log.keys() & nudged.keys()):
+            if is_loss(stream):
+                gap = abs(float(log[step, stream]) - float(nudged[step, stream]))
+                most = max(most, gap) if math.isfinite(gap) else most
+            self.grown[step] = most
 
     def __call__(self, step, stream, value):
-        grown = [abs(float(self.log[key]) - float(self.nudged[key])) for key in self.log
-                 if key in self.nudged and is_loss(key[1]) and key[0] <= step]
-        return max(self.floor * max(5.0, abs(value)), self.margin * max(grown, default=0.0))
+        return max(self.floor * max(5.0, abs(value)), self.margin * self.grown.get(step, 0.0))
 
 def tensors_of(content, name=""):
     """Yield (name, tensor) of all tensors in a checkpoint."""
@@ -249,12 +255,15 @@ class Finished:
         """The path of the last checkpoint."""
         return max(self.log_dir.glob("checkpoint_*.pt"))
 
+KEEP_WEIGHTS = ("base", "again", "nudged", "continued_killed", "continued")  # they are compared
+
 class Laboratory:
     """A temporary folder and the processes that run in it. Leaving it ends and deletes them."""
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="check_gpt2_"))
         self.processes, self.seconds, self.closed = [], {}, False
         self.pool = ThreadPoolExecutor(max_workers=min(2, cores()))
+        self.turn = contextlib.nullcontext()  # a lock where only one run fits at a time
 
     def __enter__(self):
         return self
@@ -270,17 +279,11 @@ class Laboratory:
         self.pool.shutdown(cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def start(self, name, flags, **job):
-        """Begin a run as soon as a core is free; return its future, which gives a Finished."""
-        return self.pool.submit(self.run, name, flags, **job)
-
     def run(self, name, flags, script=SCRIPTS, log_dir=None, processes=1, limit=None, **job):
         """Run the script with {name: value} of flags; job says what else its process does.
 
         limit: the seconds after which a run counts as stuck. Raises Failed.
         """
-        if self.closed:
-            raise Failed("The check was stopped.")
         folder = self.folder / name
         log_dir = log_dir or folder / "log"
         folder.mkdir()
@@ -292,16 +295,26 @@ class Laboratory:
         if processes > 1:
             command[1:1] = ["-m", "torch.distributed.run", "--standalone",
                             f"--nproc_per_node={processes}"]
-        begin = time.monotonic()
+        with self.turn:
+            begin = time.monotonic()
+            code = wait_for(self.start_process(command, folder), folder, limit or math.inf)
+            self.seconds[name] = time.monotonic() - begin
+        show_progress(f"{len(self.seconds)} runs done, the last in {self.seconds[name]:.0f} s")
+        if name not in KEEP_WEIGHTS:
+            for path in log_dir.glob("checkpoint_*.pt"):
+                path.unlink()
+        if code != 0 and not (folder / "killed").exists():
+            raise Failed(error_of(folder, code))
+        return Finished(name, log_dir, json.loads((folder / "report.json").read_text()))
+
+    def start_process(self, command, folder):
+        if self.closed:
+            raise Failed("The check was stopped.")
         with open(folder / "output.txt", "wb") as output:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output,
                                        stderr=output, env=environment(), start_new_session=True)
         self.processes.append(process)
-        code = wait_for(process, folder, begin + limit if limit else math.inf)
-        self.seconds[name] = time.monotonic() - begin
-        if code != 0 and not (folder / "killed").exists():
-            raise Failed(error_of(folder, code))
-        return Finished(name, log_dir, json.loads((folder / "report.json").read_text()))
+        return process
 
     def run_and_continue(self, name, flags, step, checkpoint):
         """Kill a run in that step, after that checkpoint is written; return the continued run."""
@@ -320,9 +333,10 @@ def environment():
     env = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     return {"OMP_NUM_THREADS": "1"} | env | {"PYTHONDONTWRITEBYTECODE": "1"}
 
-def wait_for(process, folder, end):
-    """Return the exit status. A run is stopped if a process of several has failed, or at `end`."""
-    failed_at = math.inf
+def wait_for(process, folder, limit):
+    """Return the exit status, or "stuck" after `limit` seconds. A run is also stopped if one of
+    its processes has failed."""
+    failed_at, end = math.inf, time.monotonic() + limit
     while process.poll() is None:
         time.sleep(0.05)
         now = time.monotonic()
@@ -384,7 +398,9 @@ def extract_committed(revision, folder):
         raise Failed("the folder is no git checkout")
     archive = git("archive", "--format=tar", revision, "--", ".")
     with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        tar.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # the first versions of Python 3.10 lack it
+            tar.extraction_filter = tarfile.data_filter
+        tar.extractall(folder)
     names = [path.relative_to(folder) for path in Path(folder).rglob("*.py")]
     names = [name for name in names if name.parts[0] != "tests"]
     if not Path(folder, "train_gpt2.py").exists():
@@ -439,19 +455,25 @@ class Plan:
         constants, steps = setup["constants"], options.steps
         self.setup, self.dropout = setup, float(constants.get("dropout", 0))
         self.exact, self.rows = setup["device"] == "cpu", setup["rows"]
+        self.low_precision = setup["dtype"] != "float32" or not self.exact
         self.B = largest_divisor(self.rows, int(constants["B"]))
         self.each = steps // 4   # steps between validations
         self.saved = 2 * self.each  # the step that is saved before the kill
         self.killed = self.saved + 1 + self.each // 2
-        self.common = default_flags() | {
-            "max_steps": steps, "epochs": 0, "eval_every": self.each, "save_every": self.saved,
-            "keep_every": 0, "sample_every": 0,
+        self.common = DEFAULTS | {
+            "max_steps": steps, "eval_every": self.each, "save_every": self.saved,
             "warmup_steps": min(int(constants["warmup_steps"]), self.each),
             "val_tokens": min(int(constants["val_tokens"]), 4 * self.B * int(constants["T"])),
         } | options.flags
         two = self.rows % 2 == 0
         self.half_B = largest_divisor(self.rows // 2 if two else self.rows, max(1, self.B // 2))
         self.no_processes = self.why_no_processes(two, options.flags)
+
+    def first_line(self):
+        setup, steps = self.setup, self.common["max_steps"]
+        return (f"Checking {steps} steps of {self.rows * int(setup['constants']['T']):,} tokens, "
+                f"{setup['device']}, {setup['dtype']}. For an edit that acts later, take more: "
+                f"--steps={3 * steps}")
 
     def why_no_processes(self, two, flags):
         """Return why two processes cannot be tried here, or an empty text."""
@@ -466,10 +488,6 @@ class Plan:
             return ""
         return f"two processes need two GPUs, and the device is {flags.get('device', device)}"
 
-def default_flags():
-    """Flags of all runs, unless the user gives others."""
-    return {"dtype": "float32", "compile": "False", "hellaswag_every": 0, "minutes": 0}
-
 class Check:
     """One check: it starts all runs, then yields the verdicts in the order of PROMISES."""
     def __init__(self, lab, options):
@@ -482,72 +500,88 @@ class Check:
 
     def set_up(self):
         """Set the script up once, without a step, to learn its constants. Raises Failed."""
-        flags = default_flags() | self.options.flags
-        mine = self.lab.start("setup", flags, stop=True, optional=list(default_flags()))
+        flags = DEFAULTS | {"max_steps": self.options.steps} | self.options.flags
+        self.add("setup", flags, stop=True)
         if not self.no_committed:
-            self.runs["setup_committed"] = self.lab.start(
-                "setup_committed", flags, script=self.committed, stop=True, optional=list(flags))
-        self.plan = Plan(self.options, mine.result().report)
-        return self.plan
+            self.add("setup_committed", flags, script=self.committed, stop=True)
+        self.plan = Plan(self.options, self.runs["setup"].result().report)
+        if not self.plan.exact:  # the GPU's memory may not be enough for two runs
+            self.lab.turn = threading.Lock()
 
     def start(self):
         """Start the runs. At most two run at a time, in this order."""
         lab, plan, common = self.lab, self.plan, self.plan.common
-        optional = list(default_flags())
-        self.add("base", common, examine=True, optional=optional)
+        half = common | {"B": plan.half_B}
+        self.add("base", common, examine=True)
         self.runs["continued"] = lab.pool.submit(
             lab.run_and_continue, "continued", common, plan.killed,
             f"checkpoint_{plan.saved:05d}.pt")
         self.add("again", common)
-        self.add("nudged", common, nudge=1e-6 if plan.setup["dtype"] == "float32" else 4e-3)
-        half = common | {"B": plan.half_B}
+        self.add("nudged", common, nudge=4e-3 if plan.low_precision else 1e-6)
         self.add("half", half)
         if plan.dropout:
             self.add("base_0", common | {"dropout": 0})
             self.add("half_0", half | {"dropout": 0})
         if not self.no_committed:
-            self.add("committed_run", common, script=self.committed, optional=list(common))
-        self.add("reloaded", self.flags_to_reload(), wait="base")
+            self.add("committed_run", common, script=self.committed, examine=True)
+        self.add("reloaded", self.flags_to_reload(), after="base")
         if not plan.no_processes:
-            self.add("two", half, processes=2, wait="half")
+            self.add("two", half, after="half", processes=2)
 
-    def add(self, name, flags, wait=None, **job):
+    def add(self, name, flags, after=None, **job):
+        """Start a run; one that comes after another run waits for its end."""
+        if job.get("script") == self.committed:  # which may lack the edit's new constants
+            job["optional"] = list(flags)
+
         def run():
-            limit = None
-            if wait:
-                self.runs[wait].result()  # it began before this one
-                if job.get("processes"):
-                    limit = 60 + 10 * self.lab.seconds[wait]
-            return self.lab.run(name, flags, limit=limit, **job)
+            if after:
+                self.runs[after].result()
+            if job.get("processes"):  # they may wait for each other
+                job["limit"] = 60 + 10 * self.lab.seconds[after]
+            return self.lab.run(name, flags, **job)
         self.runs[name] = self.lab.pool.submit(run)
 
     def flags_to_reload(self):
         """The flags of a run that only validates what the first run saved last."""
         log_dir, steps = self.lab.folder / "base" / "log", self.options.steps
         # Weights choose another preset: give every constant
-        return {name: value for name, value in self.plan.setup["constants"].items()} | {
-            name: value for name, value in self.plan.common.items()} | {
+        return self.plan.setup["constants"] | self.plan.common | {
             "B": self.plan.B, "max_steps": 0, "init_from": log_dir / f"checkpoint_{steps:05d}.pt"}
 
     def verdicts(self):
+        """Yield a Verdict for each promise. Raises Failed if nothing can be checked."""
         self.base = self.runs["base"].result()
-        self.log = self.base.log
-        for promise in PROMISES:
+        self.log, self.found = self.base.log, {}
+        for promise, check_promise in (
+                ("same", self.check_same), ("killed", self.check_killed), ("B", self.check_B),
+                ("processes", self.check_processes), ("saved", self.check_saved),
+                ("samples", self.check_samples), ("loss", self.check_loss),
+                ("effect", self.check_effect), ("begin", self.check_begin)):
             try:
-                yield getattr(self, f"check_{promise}")()
+                verdict = check_promise()
             except Failed as e:
-                yield Verdict(promise, "BROKEN", "the run stops with an error", [str(e)])
+                verdict = Verdict(promise, "BROKEN", "the run stops with an error", [str(e)])
+            self.found[promise] = verdict.outcome
+            yield verdict
 
     @property
     def rounding(self):
-        low = self.plan.setup["dtype"] != "float32" or not self.plan.exact
-        return Rounding(self.log, self.runs["nudged"].result().log, low)
+        return Rounding(self.log, self.runs["nudged"].result().log, self.plan.low_precision)
+
+    def repeats(self):
+        """Whether the same command gave the same run, without which others cannot be compared."""
+        return self.found["same"] == "holds"
 
     def hint(self, *runs):
         """Name what changed during a run and is not saved: the likely reason for a difference."""
-        changed = sorted({what for run in runs for what in run.report["changed"]})
-        return f"This changed during training and is not saved: {', '.join(changed)}." if changed \
-            else ""
+        changed = {what for run in runs for what in run.report["changed"]}
+        if not self.no_committed:
+            with contextlib.suppress(Failed):  # fields of Run that the script itself changes
+                usual = self.runs["committed_run"].result().report["changed"]
+                changed -= {what for what in usual if what.startswith("run.")}
+        if not changed:
+            return ""
+        return f"This changed during training and is not saved: {', '.join(sorted(changed))}."
 
     def compare_equal(self, promise, run, said, hints):
         """The verdict on a run that must equal the first: bit for bit on a CPU."""
@@ -589,10 +623,11 @@ class Check:
         if run.report["step"] != self.plan.saved:
             return Verdict("killed", "BROKEN", f"it continues at step {run.report['step']}, though "
                            f"step {self.plan.saved} was saved")
-        verdict = self.compare_equal(
+        if not self.repeats():
+            return Verdict("killed", "not checked", NO_REPEAT)
+        return self.compare_equal(
             "killed", run, ("not killed", f"killed and continued from step {self.plan.saved}"),
             [self.hint(self.base)])
-        return verdict
 
     def check_B(self):
         plan, base, log, note = self.plan, self.base, self.log, ""
@@ -605,6 +640,8 @@ class Check:
         if base.report["draws"]:
             return Verdict("B", "not checked", "forward() draws random numbers in training, which "
                            "depend on B, as those of dropout do")
+        if not self.repeats():
+            return Verdict("B", "not checked", NO_REPEAT)
         difference = first_difference(log, half.log, self.rounding)
         if not difference:
             return Verdict("B", "holds", note)
@@ -616,9 +653,12 @@ class Check:
         if plan.no_processes:
             return Verdict("processes", "not checked", plan.no_processes)
         half, two = self.runs["half"].result(), self.runs["two"].result()
+        if not self.repeats():
+            return Verdict("processes", "not checked", NO_REPEAT)
         difference = first_difference(half.log, two.log, self.rounding)
         if not difference:
-            return Verdict("processes", "holds")
+            note = "" if self.found["B"] == "holds" else f"with the same B, {plan.half_B}"
+            return Verdict("processes", "holds", note)
         return Verdict("processes", "BROKEN", str(difference), [difference.says(
             "with one process", "with two, and the same B"), self.hint(half, two)])
 
@@ -636,18 +676,20 @@ class Check:
             self.hint(self.base)])
 
     def check_samples(self):
-        found = self.base.report["samples"]
-        if found is None:
+        problem = self.base.report["samples"]
+        if not problem:
             return Verdict("samples", "holds")
-        return Verdict("samples", "BROKEN", found)
+        return Verdict("samples", "BROKEN", problem[0], problem[1:])
 
     def check_loss(self):
         reported, own = self.log.get((self.options.steps, "val")), self.base.report["cross_entropy"]
         if reported is None:
             return Verdict("loss", "not checked", "log.txt has no val of the last step")
-        low = self.plan.setup["dtype"] != "float32" or not self.plan.exact
+        if not isinstance(own, float):
+            return Verdict("loss", "BROKEN", "model(idx) gives no logits to compare with", [own])
         gap = float(reported) - own
-        if abs(gap) <= (1e-3 if low else 1e-5) * max(1.0, abs(own)):
+        tolerance = 1e-3 if self.plan.low_precision else 1e-5
+        if abs(gap) <= tolerance * max(1.0, abs(own)):
             return Verdict("loss", "holds")
         return Verdict("loss", "BROKEN", f"val is {reported}, the cross-entropy {own:.6f}",
                        [f"The difference is {gap:+.6f}."])
@@ -664,7 +706,7 @@ class Check:
         losses = first_difference({key: self.log[key] for key in self.log if is_loss(key[1])},
                                   {key: theirs[key] for key in theirs if is_loss(key[1])})
         if losses:
-            if not first_difference(self.log, theirs, self.rounding):
+            if self.repeats() and not first_difference(self.log, theirs, self.rounding):
                 return Verdict("effect", "holds", "but all losses equal those without the edit "
                                "within rounding")
             return Verdict("effect", "holds", f"from step {losses.step} on")
@@ -710,8 +752,9 @@ def be_a_run(folder):
     sys.path[0] = job["scripts"]
     import train_gpt2 as t
     known = {constant.name for constant in dataclasses.fields(t.Config)}
+    optional = [*DEFAULTS, *job.get("optional", ())]  # these are left out if Config lacks them
     flags = {name: value for name, value in job["flags"].items()
-             if name in known or name not in job.get("optional", ())}
+             if name in known or name not in optional}
     sys.argv = [str(Path(job["scripts"], "train_gpt2.py")),
                 *(f"--{name}={value}" for name, value in flags.items())]
     real_train = t.train
@@ -740,6 +783,7 @@ def end_with(parent, folder):
 
 def train_and_report(t, real_train, run, job, folder):
     """Train and write report.json, which holds all that check.py wants to know of the run."""
+    import torch
     # Export and curves would import these, which takes seconds
     for name in ("transformers", "matplotlib"):
         sys.modules.setdefault(name, None)
@@ -757,8 +801,9 @@ def train_and_report(t, real_train, run, job, folder):
     report["changed"] = [what for what in after if after[what] != before.get(what)]
     report["used"] = [name for name in used if used[name] != generators[name]]
     report["draws"] = draws["count"]
-    if job.get("examine") or "committed" in folder.name:
-        report |= examine(t, run)
+    if job.get("examine"):
+        with torch.no_grad(), run.autocast():
+            report |= examine(run)
     write_report(folder, report)
 
 def write_report(folder, report):
@@ -886,24 +931,37 @@ def other_generators():
             "numpy.random": zlib.crc32(pickle.dumps(np.random.get_state()))}
 
 # ---- in the process of the first run, after its last step
-def examine(t, run):
+def examine(run):
     """Return how samples and validation loss of the trained model agree with model(idx)."""
     import torch
-    model, low = run.state.eval_model, False
-    with torch.no_grad(), run.autocast():
-        low = torch.is_autocast_enabled(run.device.type) or run.device.type != "cpu"
-        T = run.cfg.T
-        x, _ = run.val_loader.batch(0, 2, run.device)
-        n = max(1, min(12, T // 2))
-        # Short prompts, and prompts whose continuation is longer than the context
-        problem = None
-        for prompt in (x[:, :max(1, T // 4)], x[:, :max(1, T - n // 2)]):
-            problem = problem or greedy_problem(model, prompt, n, T, 5e-2 if low else 1e-4)
-            problem = problem or drawn_problem(model, prompt, n, T, 5e-2 if low else 1e-3)
+    model, T = run.state.eval_model, run.cfg.T
+    low = run.device.type != "cpu" or torch.is_autocast_enabled("cpu")
+    x, _ = run.val_loader.batch(0, 2, run.device)
+    n, drawn = max(1, min(12, T // 2)), None
+    short = x[:, :max(1, T // 4)]
+    # The continuation of the second prompt is longer than the context
+    prompts = short, x[:, :max(1, T - n // 2)]
+    try:
+        problem = sample_problem(model, prompts, n, T, low)
+    except Exception as e:  # an edited generate() may raise anything
+        problem = ["generate() stops with an error", f"{type(e).__name__}: {e}"]
+    with contextlib.suppress(Exception):
         generator = torch.Generator(run.device).manual_seed(0)
-        drawn = model.generate(x[:, :max(1, T // 4)], n, temperature=0.8, top_k=20,
-                               generator=generator).tolist()
-        return {"samples": problem, "drawn": drawn, "cross_entropy": cross_entropy(run, model)}
+        drawn = model.generate(short, n, temperature=0.8, top_k=20, generator=generator).tolist()
+    try:
+        loss = cross_entropy(run, model)
+    except Exception as e:
+        loss = f"{type(e).__name__}: {e}"
+    return {"samples": problem, "drawn": drawn, "cross_entropy": loss}
+
+def sample_problem(model, prompts, n, T, low):
+    """Return [what is wrong, where] if generate() does not follow model(idx), else None."""
+    for prompt in prompts:
+        problem = greedy_problem(model, prompt, n, T, 5e-2 if low else 1e-4)
+        problem = problem or drawn_problem(model, prompt, n, T, 5e-2 if low else 1e-3)
+        if problem:
+            return problem
+    return None
 
 def last_logits(model, idx, T):
     """Return logits (B, n_vocab) at the last position of idx (B, length), or of its last T."""
@@ -919,8 +977,9 @@ def greedy_problem(model, prompt, n, T, tolerance):
         wrong = (best.values - taken > tolerance * best.values.abs().clamp(min=1)).nonzero()
         if len(wrong):
             row = wrong[0].item()
-            return (f"after {i} tokens generate(temperature=0) takes token {idx[row, i].item()}, "
-                    f"the arg max of model(idx) is {best.indices[row].item()}")
+            return ["generate(temperature=0) leaves the arg max of model(idx)",
+                    f"After {i} tokens generate() appends token {idx[row, i].item()}, the arg max "
+                    f"is {best.indices[row].item()}."]
     return None
 
 def drawn_problem(model, prompt, n, T, tolerance):
@@ -951,8 +1010,9 @@ def drawn_problem(model, prompt, n, T, tolerance):
         spread = (ratio.masked_fill(~kept, -math.inf).amax(-1)
                   - ratio.masked_fill(~kept, math.inf).amin(-1)).max().item()
         if spread > tolerance:
-            return (f"after {i} tokens generate() draws from other probabilities than those of "
-                    f"model(idx): their ratio is off by up to {math.expm1(spread):.1%}")
+            return ["generate() draws from other probabilities than model(idx) gives",
+                    f"After {i} tokens, at temperature 1, some tokens are up to "
+                    f"{math.exp(spread):.4g} times as likely, compared with others."]
     return None
 
 def cross_entropy(run, model):
@@ -971,31 +1031,36 @@ def cross_entropy(run, model):
 
 # ---- the command
 def check(options):
-    """Print the verdicts. Returns the number of broken promises."""
+    """Print the verdicts and return the number of broken promises. Raises Failed."""
     code = code_of_scripts()
     with Laboratory() as lab:
-        checking = Check(lab, options)
-        plan = checking.set_up()
-        constants, dtype = plan.setup["constants"], plan.setup["dtype"]
-        print(f"Checking {options.steps} steps of {plan.rows * int(constants['T']):,} tokens, "
-              f"{plan.setup['device']}, {dtype}. For an edit that acts later, take more: "
-              f"--steps={3 * options.steps}", flush=True)
-        if not plan.exact:  # runs share the GPU's memory
-            lab.pool._max_workers = 1
-        checking.start()
-        verdicts = []
-        for verdict in checking.verdicts():
-            verdicts.append(verdict)
-            print(verdict, flush=True)
+        checking, verdicts = Check(lab, options), []
+        try:
+            checking.set_up()
+            print(checking.plan.first_line(), flush=True)
+            checking.start()
+            for verdict in checking.verdicts():
+                verdicts.append(verdict)
+                show_progress("")
+                print(verdict, flush=True)
+        except Failed as e:
+            raise Failed(f"The script cannot be checked, because it stops.\n{e}") from None
     if code_of_scripts() != code:
         raise Failed("A script was edited during the check, so the verdicts mean nothing. Run it "
                      "again.")
     outcomes = [verdict.outcome for verdict in verdicts]
     broken, unchecked = outcomes.count("BROKEN"), outcomes.count("not checked")
     aside = f" ({unchecked} of {len(outcomes)} not checked)" if unchecked else ""
-    print(f"{broken} of {len(outcomes)} promises do not hold{aside}." if broken
+    print(f"{broken} of {len(outcomes)} promises broken{aside}." if broken
           else f"All promises hold{aside}.")
     return broken
+
+def show_progress(text):
+    """Write a line to stderr; on a terminal, the next one takes its place."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr, flush=True)
 
 def end_by_signal(number, frame):
     raise SystemExit(128 + number)
