@@ -30,7 +30,6 @@ import tempfile
 import textwrap
 import threading
 import time
-import traceback
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -83,6 +82,13 @@ PROMISES = {
         "Both versions have these parameters with the same shapes, but draw other values for "
         "them. If that is not the purpose of the edit, results differ by more than the edit. "
         "init_weights seeds each draw by the parameter's name."),
+}
+# Why a run may stop in the check of a promise, if it is not only the likely cause above
+ERRORS = {
+    "processes": (
+        "If the error is one of the communication between processes, a parameter probably gets no "
+        "gradient on one of them, for example because a layer or an expert is skipped there. Each "
+        "parameter needs a gradient on all processes in each step, if need be of zeros."),
 }
 # Flags that this command sets for each run, and others that it sets unless they are given
 OWN_FLAGS = ("log_dir", "max_steps", "epochs", "minutes", "eval_every", "save_every", "keep_every",
@@ -262,6 +268,7 @@ class Laboratory:
     def __init__(self):
         self.folder = Path(tempfile.mkdtemp(prefix="check_gpt2_"))
         self.processes, self.seconds, self.closed = [], {}, False
+        self.planned = 0  # runs, for the progress
         self.pool = ThreadPoolExecutor(max_workers=min(2, cores()))
         self.turn = contextlib.nullcontext()  # a lock where only one run fits at a time
 
@@ -299,7 +306,7 @@ class Laboratory:
             begin = time.monotonic()
             code = wait_for(self.start_process(command, folder), folder, limit or math.inf)
             self.seconds[name] = time.monotonic() - begin
-        show_progress(f"{len(self.seconds)} runs done, the last in {self.seconds[name]:.0f} s")
+        show_progress(f"{len(self.seconds)} of {self.planned} runs done")
         if name not in KEEP_WEIGHTS:
             for path in log_dir.glob("checkpoint_*.pt"):
                 path.unlink()
@@ -329,7 +336,8 @@ def cores():
     return os.cpu_count() or 1
 
 def environment():
-    """The environment of runs: as many threads in each, so that equal runs are equal in each bit."""
+    """Return the environment of runs. With the same number of threads, equal runs are equal bit
+    for bit."""
     env = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
     return {"OMP_NUM_THREADS": "1"} | env | {"PYTHONDONTWRITEBYTECODE": "1"}
 
@@ -353,21 +361,34 @@ def wait_for(process, folder, limit):
     return process.returncode
 
 def error_of(folder, code):
-    """Return what a failed run said: the script's line, or the end of the traceback."""
+    """Return the error of a failed run in a few lines."""
     if code == "stuck":
         return "The processes made no progress: they wait for each other."
-    failed = sorted(folder.glob("failed_*"), key=lambda path: path.stat().st_mtime_ns)
-    texts = [path.read_text(errors="replace") for path in failed]
-    texts += [path.read_text(errors="replace") for path in sorted(folder.glob("*.txt"))]
-    for text in texts:
+    paths = sorted(folder.glob("err_*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    texts = [path.read_text(errors="replace") for path in [*paths, folder / "output.txt"]
+             if path.exists()]
+    for text in texts:  # what the script itself says
         if line := re.search(r"^train_gpt2\.py: .+", text, re.M):
             return line[0]
     for text in texts:
-        if "Traceback (most recent call last)" in text:
-            lines = text[text.rindex("Traceback (most recent call last)"):].strip().splitlines()
-            return "\n".join(lines[-7:])
-    last = " ".join(texts[-1].strip().splitlines()[-1:]) if texts else ""
-    return f"The process ended with status {code}. {last}"
+        if error := last_error(text):
+            return error
+    return f"The process ended with status {code}. {' '.join(texts)[-200:]}"
+
+def last_error(text):
+    """Return where and how a traceback ends, or what a C++ library says last, or None."""
+    if line := re.search(r"^ *what\(\): +(.+)", text, re.M):
+        return line[1][:300]
+    if "Traceback (most recent call last)" not in text:
+        return None
+    text = text[text.rindex("Traceback (most recent call last)"):]
+    frames = re.findall(r'^  File "(.+)", line (\d+), in (.+)\n    (.+)', text, re.M)
+    mine = [frame for frame in frames if Path(frame[0]).parent == SCRIPTS
+            or Path(frame[0]).parent.name == "committed"]
+    path, line, function, code = (mine or frames or [("?", "?", "?", "")])[-1]
+    says = [line for line in text.splitlines() if line and not line.startswith((" ", "Traceback"))]
+    return (f"{Path(path).name}, line {line}, in {function}: {code.strip()}\n"
+            f"{says[-1][:300] if says else ''}")
 
 
 # ---- the committed version
@@ -462,7 +483,7 @@ class Plan:
         self.killed = self.saved + 1 + self.each // 2
         self.common = DEFAULTS | {
             "max_steps": steps, "eval_every": self.each, "save_every": self.saved,
-            "warmup_steps": min(int(constants["warmup_steps"]), self.each),
+            "warmup_steps": min(int(constants.get("warmup_steps", 0)), self.each),
             "val_tokens": min(int(constants["val_tokens"]), 4 * self.B * int(constants["T"])),
         } | options.flags
         two = self.rows % 2 == 0
@@ -500,7 +521,7 @@ class Check:
 
     def set_up(self):
         """Set the script up once, without a step, to learn its constants. Raises Failed."""
-        flags = DEFAULTS | {"max_steps": self.options.steps} | self.options.flags
+        flags = DEFAULTS | self.options.flags
         self.add("setup", flags, stop=True)
         if not self.no_committed:
             self.add("setup_committed", flags, script=self.committed, stop=True)
@@ -513,6 +534,7 @@ class Check:
         lab, plan, common = self.lab, self.plan, self.plan.common
         half = common | {"B": plan.half_B}
         self.add("base", common, examine=True)
+        lab.planned += 2
         self.runs["continued"] = lab.pool.submit(
             lab.run_and_continue, "continued", common, plan.killed,
             f"checkpoint_{plan.saved:05d}.pt")
@@ -539,6 +561,7 @@ class Check:
             if job.get("processes"):  # they may wait for each other
                 job["limit"] = 60 + 10 * self.lab.seconds[after]
             return self.lab.run(name, flags, **job)
+        self.lab.planned += 1
         self.runs[name] = self.lab.pool.submit(run)
 
     def flags_to_reload(self):
@@ -560,7 +583,8 @@ class Check:
             try:
                 verdict = check_promise()
             except Failed as e:
-                verdict = Verdict(promise, "BROKEN", "the run stops with an error", [str(e)])
+                verdict = Verdict(promise, "BROKEN", "the run stops with an error",
+                                  [str(e), ERRORS.get(promise, "")])
             self.found[promise] = verdict.outcome
             yield verdict
 
@@ -752,7 +776,8 @@ def be_a_run(folder):
     sys.path[0] = job["scripts"]
     import train_gpt2 as t
     known = {constant.name for constant in dataclasses.fields(t.Config)}
-    optional = [*DEFAULTS, *job.get("optional", ())]  # these are left out if Config lacks them
+    # Left out if an edit removed them from Config, or if they are new there
+    optional = [*DEFAULTS, "warmup_steps", *job.get("optional", ())]
     flags = {name: value for name, value in job["flags"].items()
              if name in known or name not in optional}
     sys.argv = [str(Path(job["scripts"], "train_gpt2.py")),
@@ -762,11 +787,8 @@ def be_a_run(folder):
     def train(run):
         try:
             train_and_report(t, real_train, run, job, folder)
-        except BaseException as error:  # main() handles it; check.py hears of it at once
-            text = traceback.format_exc()
-            if isinstance(error, t.UserError):
-                text = f"train_gpt2.py: {error}"
-            (folder / f"failed_{rank}").write_text(text)
+        except BaseException:  # check.py sees this file at once; main() handles the error
+            (folder / f"failed_{rank}").touch()
             raise
     t.train = train
     t.main()
@@ -946,8 +968,9 @@ def examine(run):
     except Exception as e:  # an edited generate() may raise anything
         problem = ["generate() stops with an error", f"{type(e).__name__}: {e}"]
     with contextlib.suppress(Exception):
-        generator = torch.Generator(run.device).manual_seed(0)
-        drawn = model.generate(short, n, temperature=0.8, top_k=20, generator=generator).tolist()
+        torch.manual_seed(0)
+        idx, probabilities = draw(model, short, n, temperature=0.8, top_k=20)
+        drawn = idx.tolist(), [crc_of(probs) for probs in probabilities]
     try:
         loss = cross_entropy(run, model)
     except Exception as e:
@@ -982,12 +1005,8 @@ def greedy_problem(model, prompt, n, T, tolerance):
                     f"is {best.indices[row].item()}."]
     return None
 
-def drawn_problem(model, prompt, n, T, tolerance):
-    """Return where generate() draws from other probabilities than the softmax of model(idx).
-
-    Ratios of probabilities must agree: this allows for tokens that are left out. Nothing is said
-    of a generate() that does not call torch.multinomial once per token.
-    """
+def draw(model, prompt, n, **how):
+    """Return what generate() returns, and the list of probabilities that it drew tokens from."""
     import torch
     real, seen = torch.multinomial, []
 
@@ -996,9 +1015,17 @@ def drawn_problem(model, prompt, n, T, tolerance):
         return real(probs, *args, **more)
     torch.multinomial = multinomial
     try:
-        idx = model.generate(prompt, n, temperature=1.0)
+        return model.generate(prompt, n, **how), seen
     finally:
         torch.multinomial = real
+
+def drawn_problem(model, prompt, n, T, tolerance):
+    """Return where generate() draws from other probabilities than the softmax of model(idx).
+
+    The ratios of probabilities must agree, which allows generate() to leave tokens out. If it
+    does not call torch.multinomial once per token, only greedy continuations are compared.
+    """
+    idx, seen = draw(model, prompt, n, temperature=1.0)
     if len(seen) != n:
         return None
     for i, probs in enumerate(seen, prompt.size(1)):
@@ -1012,7 +1039,7 @@ def drawn_problem(model, prompt, n, T, tolerance):
         if spread > tolerance:
             return ["generate() draws from other probabilities than model(idx) gives",
                     f"After {i} tokens, at temperature 1, some tokens are up to "
-                    f"{math.exp(spread):.4g} times as likely, compared with others."]
+                    f"{math.exp(min(spread, 50)):.4g} times as likely, compared with others."]
     return None
 
 def cross_entropy(run, model):

@@ -354,8 +354,11 @@ def test_what_a_checkpoint_lacks_is_named():
 
 def test_the_error_of_a_run(tmp_path):
     """Of a failed run the script's own line is shown, else the end of the traceback."""
-    (tmp_path / "err_0.txt").write_text("Traceback (most recent call last):\n  File\nKeyError: 1\n")
-    assert check.error_of(tmp_path, 1).endswith("KeyError: 1")
+    (tmp_path / "err_0.txt").write_text(
+        "Traceback (most recent call last):\n"
+        f'  File "{check.SCRIPTS}/train_gpt2.py", line 7, in forward\n    a[1]\n    ~~^^\n'
+        '  File "torch.py", line 9, in get\n    return b\nKeyError: 1\n')
+    assert check.error_of(tmp_path, 1) == "train_gpt2.py, line 7, in forward: a[1]\nKeyError: 1"
     (tmp_path / "err_1.txt").write_text("noise\ntrain_gpt2.py: Out of memory.\nnoise\n")
     assert check.error_of(tmp_path, 1) == "train_gpt2.py: Out of memory."
     assert "wait for each other" in check.error_of(tmp_path, "stuck")
