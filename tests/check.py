@@ -370,10 +370,11 @@ def error_of(folder, code):
     for text in texts:  # what the script itself says
         if line := re.search(r"^train_gpt2\.py: .+", text, re.M):
             return line[0]
-    for text in texts:
+    for text in texts[:len(paths)] or texts:
         if error := last_error(text):
             return error
-    return f"The process ended with status {code}. {' '.join(texts)[-200:]}"
+    statuses = re.findall(r"exitcode +: (.+)", "".join(texts)) or [code]  # torchrun names them
+    return f"The process ended with status {', '.join(map(str, statuses))}."
 
 def last_error(text):
     """Return where and how a traceback ends, or what a C++ library says last, or None."""
@@ -882,11 +883,11 @@ def count_draws(run):
     counted, before = {"count": 0}, []
     if run.cfg.compile == "True":
         return counted
+    # Hooks must not refer to run: main() deletes it so that DDP ends before the process group
+    device = run.device
 
     def state():
-        if run.device.type == "cuda":
-            return torch.cuda.get_rng_state(run.device)
-        return torch.get_rng_state()
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
     def begin(model, args):
         if model.training:
