@@ -98,6 +98,7 @@ DEFAULTS = {"dtype": "float32", "compile": "False", "hellaswag_every": 0, "sampl
 # Streams whose names match this hold times, which differ between equal runs
 TIMES = re.compile(r"minute|second|time|speed|tok/s|tokens_per", re.I)
 NO_REPEAT = "the same command already gives another run"
+WITHOUT_DROPOUT = "with dropout=0"
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL; SIGTERM ends at once
 
@@ -191,7 +192,7 @@ class Rounding:
     It is measured: `nudged` is the log of a run whose initial weights were changed by about one
     unit of rounding. Small differences grow from step to step, at a rate that depends on the model.
     """
-    def __init__(self, log, nudged, low_precision, margin=10):
+    def __init__(self, log, nudged, low_precision, margin=5):
         self.margin, self.floor = margin, 2e-4 if low_precision else 2e-6  # relative to the loss
         self.grown, most = {}, 0.0  # {step: the largest difference up to there}
         for step, stream in sorted(log.keys() & nudged.keys()):
@@ -261,7 +262,8 @@ class Finished:
         """The path of the last checkpoint."""
         return max(self.log_dir.glob("checkpoint_*.pt"))
 
-KEEP_WEIGHTS = ("base", "again", "nudged", "continued_killed", "continued")  # they are compared
+# Their checkpoints are compared
+KEEP_WEIGHTS = ("base", "again", "half", "nudged", "continued_killed", "continued")
 
 class Laboratory:
     """A temporary folder and the processes that run in it. Leaving it ends and deletes them."""
@@ -533,18 +535,19 @@ class Check:
     def start(self):
         """Start the runs. At most two run at a time, in this order."""
         lab, plan, common = self.lab, self.plan, self.plan.common
-        half = common | {"B": plan.half_B}
+        # What dropout drops depends on B
+        no_dropout = common | ({"dropout": 0} if plan.dropout else {})
+        half = no_dropout | {"B": plan.half_B}
         self.add("base", common, examine=True)
         lab.planned += 2
         self.runs["continued"] = lab.pool.submit(
             lab.run_and_continue, "continued", common, plan.killed,
             f"checkpoint_{plan.saved:05d}.pt")
         self.add("again", common)
-        self.add("nudged", common, nudge=4e-3 if plan.low_precision else 1e-6)
         self.add("half", half)
+        self.add("nudged", half, nudge=4e-3 if plan.low_precision else 1e-6)
         if plan.dropout:
-            self.add("base_0", common | {"dropout": 0})
-            self.add("half_0", half | {"dropout": 0})
+            self.add("no_dropout", no_dropout)
         if not self.no_committed:
             self.add("committed_run", common, script=self.committed, examine=True)
         self.add("reloaded", self.flags_to_reload(), after="base")
@@ -591,7 +594,8 @@ class Check:
 
     @property
     def rounding(self):
-        return Rounding(self.log, self.runs["nudged"].result().log, self.plan.low_precision)
+        half, nudged = self.runs["half"].result(), self.runs["nudged"].result()
+        return Rounding(half.log, nudged.log, self.plan.low_precision)
 
     def repeats(self):
         """Whether the same command gave the same run, without which others cannot be compared."""
@@ -615,8 +619,8 @@ class Check:
         if difference:
             return Verdict(promise, "BROKEN", str(difference), [difference.says(*said), *hints])
         if not self.plan.exact:
-            most = max(1e-4, 10 * distance(self.base.checkpoint,
-                                           self.runs["nudged"].result().checkpoint))
+            half, nudged = self.runs["half"].result(), self.runs["nudged"].result()
+            most = max(1e-4, 10 * distance(half.checkpoint, nudged.checkpoint))
             apart = distance(self.base.checkpoint, run.checkpoint)
             if not apart <= most:
                 return Verdict(promise, "BROKEN", "the last checkpoints differ",
@@ -655,19 +659,18 @@ class Check:
             [self.hint(self.base)])
 
     def check_B(self):
-        plan, base, log, note = self.plan, self.base, self.log, ""
+        plan, base, note = self.plan, self.base, ""
         if plan.half_B == plan.B:
             return Verdict("B", "not checked", f"B is {plan.B}, which cannot be halved")
         half = self.runs["half"].result()
         if plan.dropout:
-            base, half = self.runs["base_0"].result(), self.runs["half_0"].result()
-            log, note = base.log, "with dropout=0, as what dropout drops depends on B"
-        if base.report["draws"]:
+            base, note = self.runs["no_dropout"].result(), WITHOUT_DROPOUT
+        if half.report["draws"]:
             return Verdict("B", "not checked", "forward() draws random numbers in training, which "
                            "depend on B, as those of dropout do")
         if not self.repeats():
             return Verdict("B", "not checked", NO_REPEAT)
-        difference = first_difference(log, half.log, self.rounding)
+        difference = first_difference(base.log, half.log, self.rounding)
         if not difference:
             return Verdict("B", "holds", note)
         return Verdict("B", "BROKEN", str(difference), [difference.says(
@@ -682,8 +685,10 @@ class Check:
             return Verdict("processes", "not checked", NO_REPEAT)
         difference = first_difference(half.log, two.log, self.rounding)
         if not difference:
-            note = "" if self.found["B"] == "holds" else f"with the same B, {plan.half_B}"
-            return Verdict("processes", "holds", note)
+            notes = [WITHOUT_DROPOUT] if plan.dropout else []
+            if self.found["B"] != "holds":
+                notes.append(f"with the same B, {plan.half_B}")
+            return Verdict("processes", "holds", "; ".join(notes))
         return Verdict("processes", "BROKEN", str(difference), [difference.says(
             "with one process", "with two, and the same B"), self.hint(half, two)])
 
@@ -693,7 +698,8 @@ class Check:
         after = self.runs["reloaded"].result().log.get((0, "val"))
         if before is None or after is None:
             return Verdict("saved", "not checked", "log.txt has no val of the last step")
-        difference = first_difference({(0, "val"): before}, {(0, "val"): after}, self.rounding)
+        difference = first_difference({(0, "val"): before}, {(0, "val"): after},
+                                      Rounding({}, {}, self.plan.low_precision))
         if not difference:
             return Verdict("saved", "holds")
         return Verdict("saved", "BROKEN", "the validation loss differs", [difference.says(
