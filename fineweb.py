@@ -90,7 +90,8 @@ def encoding_parts(name):
                         f"{', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
-@functools.lru_cache  # without the cache, 10,042 HellaSwag questions take 63 s of CPU time, not 3
+# hellaswag.py calls this for each text. Without the cache, its 10,042 questions take 63 s, not 3 s
+@functools.lru_cache
 def get_encoding(name):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used."""
     try:
@@ -140,7 +141,7 @@ def hugging_face_tokenizer(encoding, context):
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([AddedToken(special[i], normalized=False) for i in sorted(special)])
     if backend.encode(PROBE).ids != encoding.encode_ordinary(PROBE):
-        raise ValueError(f"it has no {encoding.name} tokenizer")
+        raise ValueError(f"transformers has no {encoding.name} tokenizer that gives the same ids")
     end = special[encoding.eot_token]
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end,
@@ -170,7 +171,7 @@ def write_whole(path, write, verify=None):
     finally:
         part.unlink(missing_ok=True)
 
-def remove_parts(folder):
+def remove_unfinished(folder):
     """Delete the temporary files that write_whole() leaves behind when its process is killed.
 
     The caller must hold the folder's lock, because another process may be writing such a file.
@@ -271,10 +272,14 @@ def describe_type(kind):
 # ----------------------------------------------------------------------------------- documents
 # Find the files of the corpus and read their documents in batches, from any point on.
 class Place(NamedTuple):
-    """A point in the corpus at which a shard ends and the next one begins."""
+    """A point in the corpus at which a shard ends and the next one begins.
+
+    Rows are read in batches. A place names the first row of the batch in which the shard ends, and
+    the number of tokens from there to the end of the shard. They may span many rows.
+    """
     file_number: int  # index of a file in reading order; the number of files at the corpus's end
-    row: int          # a row of that file
-    used: int         # tokens that belong to earlier shards, counted from the start of that row
+    row: int          # the first row of the batch
+    used: int         # tokens of the batch that belong to this shard or to earlier ones
 
 def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
@@ -389,10 +394,10 @@ def tokenize(texts, name):
 
 class Worker:
     """A process that tokenizes. stop() kills it. It also ends when this process has ended."""
-    def __init__(self, name):
+    def __init__(self, encoding_name):
         context = multiprocessing.get_context("spawn")
         self.connection, far_end = context.Pipe()
-        self.process = context.Process(target=answer_requests, args=(far_end, name))
+        self.process = context.Process(target=answer_requests, args=(far_end, encoding_name))
         self.process.start()
         far_end.close()  # now only the worker holds it, so recv() fails if the worker dies
 
@@ -410,7 +415,7 @@ class Worker:
         self.process.kill()
         self.process.join()
 
-def answer_requests(connection, name):
+def answer_requests(connection, encoding_name):
     """Run a worker process: receive lists of texts and send their tokens back.
 
     Return when the connection is closed, which also happens if the main process is killed.
@@ -420,27 +425,37 @@ def answer_requests(connection, name):
             texts = connection.recv()
         except (EOFError, OSError):
             return
-        tokens = tokenize(texts, name)
+        tokens = tokenize(texts, encoding_name)
         try:
             connection.send(tokens)
         except OSError:
             return
 
-def start_workers(nprocs, name):
-    """Start worker processes for the encoding called `name`; return a list of Workers.
+@contextlib.contextmanager
+def signals_deferred():
+    """Handle SIGINT and SIGTERM only after this block, and never in processes started inside it.
 
-    Ctrl-C sends SIGINT to all processes of the terminal, but only the main process should handle
-    it. A process inherits the set of blocked signals, so SIGINT is blocked while workers start.
-    If it arrives in that time, the main process handles it afterwards.
+    Ctrl-C sends SIGINT to all processes of the terminal, but only the main process must handle
+    it. A process inherits the blocked signals of the thread that starts it, so both are blocked
+    here. Other threads may still receive them, so the handlers are replaced as well.
     """
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        return [Worker(name) for _ in range(nprocs)]
-    resource_tracker.ensure_running()  # starting it unblocks SIGINT, so start it first
-    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    arrived = []
+    handlers = {}
+    for number in (signal.SIGINT, signal.SIGTERM):
+        handlers[number] = signal.signal(number, lambda number, frame: arrived.append(number))
+    can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
+    if can_block:
+        resource_tracker.ensure_running()  # multiprocessing unblocks signals when it starts this
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, list(handlers))
     try:
-        return [Worker(name) for _ in range(nprocs)]
+        yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        if can_block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 def tokenize_all(batches, nprocs, name):
     """Tokenize batches in nprocs worker processes.
@@ -448,7 +463,8 @@ def tokenize_all(batches, nprocs, name):
     Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
-    workers = start_workers(nprocs, name)
+    with signals_deferred():
+        workers = [Worker(name) for _ in range(nprocs)]
     idle = queue.SimpleQueue()
     for worker in workers:
         idle.put(worker)
@@ -523,7 +539,7 @@ def write_manifest(cfg, files, shards):
     write_result(cfg, "manifest.json", lambda file: file.write(content))
 
 def write_array(file, array):
-    """Write the same bytes as np.save(), which does not notice a full disk (ndarray.tofile())."""
+    """Write the same bytes as np.save(). Unlike np.save(), fail if the disk is full."""
     header = np.lib.format.header_data_from_array_1_0(array)
     np.lib.format.write_array_header_1_0(file, header)
     file.write(array.data)
@@ -628,7 +644,7 @@ def make_shards(cfg):
     files = find_files(cfg.source, cfg.remote_name)
     folder = Path(cfg.local_dir)
     lock = lock_folder(folder)  # noqa: F841  the lock lasts until this function returns
-    remove_parts(folder)
+    remove_unfinished(folder)
     finished = find_finished(cfg, files)
     corpus_is_done = bool(finished) and finished[-1].end.file_number == len(files)
     made = []

@@ -119,10 +119,11 @@ def gpt2_encode(text):
 def tokenize(example, encode=gpt2_encode):
     """Return the token ids of a question: (context, [4 endings]).
 
-    encode: a function from a text to its token ids. Some tokenizers put a token or a space before
-    every text. An ending continues a text, so it is encoded after a word, whose tokens are then
-    removed. For GPT-2 the result is encode(" " + ending).
+    encode: a function from a text to its token ids.
     """
+    # An ending continues the context, so it must not begin like a new text, before which some
+    # tokenizers put a token or a space. Encode it after the word "a", and remove the tokens of "a".
+    # For GPT-2 the result is encode(" " + ending)
     n_word = len(encode("a"))
     endings = [encode("a " + ending)[n_word:] for ending in example["endings"]]
     return encode(example["ctx"]), endings
@@ -175,9 +176,9 @@ def make_batches(rows, batch_tokens):
     """Return Prepared.batches: all rows, each a pair (context, ending), longest rows first.
 
     batch_tokens: the largest size of a batch, rows times length.
-    Sorting by length avoids padding. In file order, padding would add 25 % to HellaSwag's tokens
-    in batches of CPU_BATCH and 42 % in batches of GPU_BATCH. With the longest rows first, a model
-    that is too large for the memory fails at the first batch.
+    Rows of similar length share a batch, because padding in file order would add 25 % to
+    HellaSwag's tokens with CPU_BATCH and 42 % with GPU_BATCH. The longest rows come first, so that
+    a lack of memory shows at once.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
     longest_first = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)
@@ -205,7 +206,7 @@ def prepare_for_training(model, encode):
     if n_ranks > 1:
         box = [examples]
         dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
-        examples, = box
+        examples = box[0]
     return prepare(examples, model, encode) if examples else None
 
 # ------------------------------------------------------------------------------------ scoring
@@ -272,7 +273,7 @@ def evaluate(model, examples, progress=False):
     return Score(right.mean().item(), right_norm.mean().item(), len(sums), questions.cut)
 
 # ------------------------------------------------------------------------------ command line
-# Score a model of the Hugging Face hub, or a folder that training has exported.
+# Score a model on the Hugging Face hub, or a folder that training has exported.
 def load_model(name, device):
     """Return a transformers causal language model in float32, and a function from text to ids.
 
@@ -300,7 +301,10 @@ def load_model(name, device):
                         ) from None
 
 def score(args):
-    """Score the model that the command line names, and print the result. Raise UserError."""
+    """Score the model that the command line names, and print the result.
+
+    Raise UserError if the questions or the model cannot be loaded, or a loss is not finite.
+    """
     examples = itertools.islice(iterate_examples("val"), args.limit)
     model, encode = load_model(args.model, args.device)
     # Published scores were computed in float32, so do not use autocast. GPT-2's logits are near
@@ -330,9 +334,10 @@ def main():
     parser = argparse.ArgumentParser(description=title_and_examples,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", default="gpt2",
-                        help="model on the Hugging Face hub, or a folder (default: gpt2)")
+                        help="name of a model on the Hugging Face hub, or a folder with a model "
+                             "(default: gpt2)")
     parser.add_argument("-d", "--device", default=best,
-                        help=f"for example cuda, cuda:1, mps or cpu (default: {best})")
+                        help=f"device, for example cuda, cuda:1, mps or cpu (default: {best})")
     parser.add_argument("--limit", type=whole_number, default=TOTAL, metavar="N",
                         help="score only the first N questions (default: all)")
     parser.error = lambda message: sys.exit(f"hellaswag.py: {message}; --help lists the options.")

@@ -15,8 +15,9 @@ One idea keeps the script simple: the data of a step is a pure function of
 only, and that a run is resumed by starting at a later step.
 
 Part one, up to the end of train(), is what you read and change. Part two is
-what long runs on real machines need. A comment "For edits:" marks code that
-has no effect in this file as it stands, but keeps an edited copy correct.
+what long runs on real machines need. Code that is marked "For edits:" matters
+only in an edited copy of this file. As long as nothing is edited, it has no
+effect.
 """
 import ast
 import contextlib
@@ -61,7 +62,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 # Besides tokenizing FineWeb-Edu, fineweb.py holds what all three scripts share
 from fineweb import (  # noqa: E402
     UserError, encoding_parts, first_line, get_encoding, hugging_face_tokenizer, lock_folder,
-    make_config, parse_flags, remove_parts, token_dtype, write_whole)
+    make_config, parse_flags, remove_unfinished, token_dtype, write_whole)
 
 # ---- Constants. --help prints the comments behind them
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Config:
     seed: int = 1337                # decides initial weights, data order and samples
     # The batch: total_batch_size affects the training, B only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # largest number of rows per forward pass of a process
+    B: int = 64                     # rows per forward pass; lowered until it divides the batch
     T: int = 1024                   # tokens per row (the context length)
     # The model: 124M is 12/12/768, 350M 24/16/1024, 774M 36/20/1280, 1.5B 48/25/1600
     n_layer: int = 12               # number of blocks
@@ -81,9 +82,9 @@ class Config:
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 had 0.1
     init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a Hugging Face or run folder, a .pt
-    # The optimizer: for these four sizes GPT-3 used a max_lr of 6e-4, 3e-4, 2.5e-4 and 2e-4
+    # The optimizer. GPT-3's max_lr: 124M 6e-4, 350M 3e-4, 774M 2.5e-4, 1.5B 2e-4
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
-    max_lr: float = 6e-4            # learning rate after warmup (FINETUNE: 0.1 / n_embd)
+    max_lr: float = 6e-4            # learning rate after warmup (when fine-tuning: 0.1 / n_embd)
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
@@ -130,14 +131,17 @@ FINETUNE = dict(
 # ---- GPT-2
 @dataclass
 class GPTConfig:
-    """The constants of a model. Those that Config has, too, get their values from there."""
+    """The constants of a model, with GPT-2's as defaults.
+
+    In a run, build_model() takes the values of those constants that Config has, too, from there.
+    """
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded to a multiple of 128
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
     n_vocab: int = 50257     # number of token ids; ids of the padding are never predicted
-    dropout: float = 0.0     # applied in train_step() only
+    dropout: float = 0.0     # active in training mode, which only train_step() switches on
 
     @property
     def residual_std(self):
@@ -152,14 +156,15 @@ def padded(n_vocab):
     """Return n_vocab rounded up to a multiple of 128, since GPUs multiply such sizes faster."""
     return math.ceil(n_vocab / 128) * 128
 
-PLACEHOLDER = 2.0**17  # no real weight is this large
+PLACEHOLDER = 2.0**17  # stands for a weight that is not drawn yet; no real weight is this large
 
 def draw_later(layer, std=0.02):
     """Give a layer a bias of 0 and a weight that GPT.init_weights() will draw from Normal(0, std).
 
     The draw has to wait because it depends on the parameter's full name, which exists only when
-    the whole GPT has been built. Until then the weight holds PLACEHOLDER. A layer that sets its own
-    weights does not need this function. Change a drawn weight at the end of GPT.__init__.
+    the whole GPT has been built. Until then the weight holds PLACEHOLDER. To change a drawn weight,
+    do it at the end of GPT.__init__: check_parameters() reports a weight that was changed or copied
+    too early. A layer that sets its own weights does not need this function.
     """
     nn.init.constant_(layer.weight, PLACEHOLDER)
     layer.weight.init_std = std  # init_weights() draws the parameters that have this attribute
@@ -222,6 +227,7 @@ class GPT(nn.Module):
             h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             ln_f=Norm(config.n_embd)))
         self.dropout = nn.Dropout(config.dropout)
+        # For edits: draw_later() matters only if you remove the statement that ties the weights
         self.lm_head = draw_later(nn.Linear(config.n_embd, config.vocab_size, bias=False))
         # The input embedding is also the output matrix: tokens with similar meanings are similar
         # in both roles, and 39 M parameters are saved (Press and Wolf 2017)
@@ -241,6 +247,7 @@ class GPT(nn.Module):
                 generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
                 draw = torch.empty(p.shape, device="cpu").normal_(std=p.init_std,
                                                                   generator=generator)
+                # A module may have set weights itself after draw_later(): leave these alone
                 p.copy_(torch.where(p == PLACEHOLDER, draw.to(p.device), p))
         # The rows of the padding get no gradient: they stay at 0
         self.transformer.wte.weight[self.config.n_vocab:] = 0
@@ -296,10 +303,12 @@ class GPT(nn.Module):
     def from_pretrained(cls, source, **constants):
         """Return the GPT in `source`.
 
-        source: gpt2 ... gpt2-xl, a folder of Hugging Face or of a run, a .pt file, or Weights.
+        source: gpt2 ... gpt2-xl, a folder of Hugging Face or of a run, a .pt file, or what
+        read_weights() returns for one of these.
 
-        constants: values for the constants of GPTConfig that the weights do not decide, for example
-        dropout. Parameters that the weights lack begin as the code has them. Raises UserError.
+        constants: constants of GPTConfig that the weights do not decide, for example dropout.
+        Parameters that the weights lack keep the initial values that the code gives them. Raises
+        UserError.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
         model = cls(model_config(weights, constants))
@@ -342,7 +351,7 @@ class DataLoaderLite:
         self.lengths = [len(open_shard(shard)) for shard in shards]
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
-        self.open_number, self.tokens = None, None  # the shard that was read last
+        self.open_number, self.tokens = None, None  # number and tokens of the shard read last
 
     def locate(self, row):
         """Return the number of the shard that holds a row, and the token at which the row begins.
@@ -367,16 +376,17 @@ class DataLoaderLite:
         return number, start
 
     def read(self, row, B):
-        """Return B rows from number `row` on, (B, T + 1) int64, since torch has no uint16 math."""
+        """Return the rows `row` ... row + B - 1, (B, T + 1) int64, as torch has no uint16 math."""
         rows = np.empty((B, self.T + 1), dtype=np.int64)
         for b in range(B):
-            number, start = self.locate(row + b)
-            if number != self.open_number:
-                self.open_number, self.tokens = number, open_shard(self.shards[number])
+            shard_number, start = self.locate(row + b)
+            if shard_number != self.open_number:
+                self.open_number = shard_number
+                self.tokens = open_shard(self.shards[shard_number])
             rows[b] = self.tokens[start:start + self.T + 1]
             if rows[b].max() >= self.n_vocab:
-                raise UserError(f"{self.shards[number]} contains the id {rows[b].max()}, but the "
-                                f"encoding has only {self.n_vocab} ids. Set --encoding to the "
+                raise UserError(f"{self.shards[shard_number]} contains the id {rows[b].max()}, but "
+                                f"the encoding has only {self.n_vocab} ids. Set --encoding to the "
                                 "encoding that the shard was made with.")
         return rows
 
@@ -444,7 +454,10 @@ class Muon(torch.optim.Optimizer):
         self.dtype = dtype
 
     def smoothed_gradient(self, p, momentum):
-        """Nesterov momentum: with average = m average + (1 - m) g, it is (1 - m) g + m average."""
+        """Add the gradient g to its running average, and return Nesterov's mixture of the two.
+
+        average <- m average + (1 - m) g; the result is m average + (1 - m) g once more.
+        """
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
@@ -458,7 +471,8 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is None:  # not used in this step
                     continue
                 gradient = self.smoothed_gradient(p, group["momentum"])
-                # Query, key and value are one matrix each. A c_attn of another shape is one matrix
+                # Query, key and value are three matrices, which c_attn stacks. For edits: a c_attn
+                # of another shape is treated as one matrix
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
                 for weight, G in zip(p.chunk(n), gradient.chunk(n)):  # weight is a view of p
                     if G.size(0) > G.size(1):  # wide matrices are cheaper
@@ -505,7 +519,9 @@ class State:
 
     def __post_init__(self):
         for optimizer in self.optimizers:
-            for group in optimizer.param_groups:  # for step_optimizers() and load_optimizer()
+            for group in optimizer.param_groups:
+                # The numbers that the code gives the group. The schedule scales lr from there, and
+                # a restart tells by them which numbers training has changed
                 group["as_built"] = {name: value for name, value in group.items()
                                      if name not in ("params", "param_names", "as_built")}
 
@@ -516,6 +532,7 @@ class State:
 
     def state_dict(self):
         saved = {name: content_of(value) for name, value in vars(self).items()}
+        # For whoever reads the weights: they are raw_model's own, unless an edit averages weights
         return saved | {"eval_model": self.eval_model.state_dict(),
                         "gpt_config": asdict(self.raw_model.config)}
 
@@ -524,8 +541,9 @@ class State:
         device = next(self.raw_model.parameters()).device
         for name, content in saved.items():
             if name not in ("eval_model", "gpt_config"):
-                setattr(self, name, restored(getattr(self, name, None), content, device))
-        # For edits: an average that is new in the code begins at the weights of the checkpoint
+                setattr(self, name, restore(getattr(self, name, None), content, device))
+        # For edits: if eval_model is an average that was added since the checkpoint, it begins at
+        # the weights of the checkpoint
         self.eval_model.load_state_dict(saved["eval_model"])
 
 @dataclass
@@ -542,7 +560,7 @@ class Run:
     tokens_per_byte: float        # of the validation text; turns nats per token into nats per byte
     questions: object = None      # HellaSwag's, as rows of tokens; None: it is not scored
     folder: "RunFolder" = None    # log_dir; None during the trial steps of steps_that_fit()
-    signal_came: threading.Event = field(default_factory=threading.Event)  # to this process
+    signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step that was validated last
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # of the last steps
     told_slow: bool = False       # whether warn_of_slow_steps() has printed its line
@@ -571,8 +589,9 @@ def read_step(run):
     """Return this process's micro-batches of the next step: a list of (row, x, y).
 
     The rows of a step are dealt out B at a time: to rank 0, to rank 1, ..., and again to rank 0.
-    row is the number of the first row; x and y are (B, T). To mask targets (set them to -100) or to
-    change inputs, edit this function.
+    (resolve_config() has lowered B so that every micro-batch is full.) row is the number of the
+    first row; x and y are (B, T). To mask targets (set them to -100) or to change inputs, edit this
+    function.
     """
     cfg, step = run.cfg, run.state.step
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
@@ -588,9 +607,9 @@ def loss_weights(batches):
     -100 it is the micro-batch's share of the targets that count, in all processes together.
     """
     counts = [(y >= 0).sum() for _, _, y in batches]
-    # DDP averages over processes, so the weights of one process have to sum to about 1
-    per_process = sum_over_ranks(torch.stack(counts).sum()) / world_size()
-    return [count / per_process for count in counts]
+    in_step = sum_over_ranks(torch.stack(counts).sum())
+    # DDP will divide the sum over the processes by their number, so multiply by it here
+    return [count * world_size() / in_step for count in counts]
 
 def train_step(run):
     """Take one optimizer step. Return the loss and the gradient's norm before clipping.
@@ -604,7 +623,8 @@ def train_step(run):
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
     for (row, x, y), weight in zip(batches, loss_weights(batches)):
-        # Dropout is a function of the seed and the first row, so that a restart repeats it
+        # Dropout follows from the seed and the number of the first row, so that a restart repeats
+        # it. (With dropout, another B therefore leads to slightly different losses)
         torch.manual_seed(seed_from(cfg.seed, row))
         # DDP averages gradients over the processes during the backward pass. Only the last
         # micro-step needs that: gradients add up locally before it. The forward pass must be
@@ -621,7 +641,7 @@ def train_step(run):
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
     # For edits: here each p.grad is the exact gradient of the step's loss, the same in all
-    # processes. So are random draws from here on, for example of gradient noise
+    # processes. This seed makes random draws, such as gradient noise, the same in all of them, too
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
@@ -657,16 +677,18 @@ def train(run):
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.questions:
-            report(run, step, "hella", hellaswag_score(run), always=True)
+            report(run, step, "hella", hellaswag_score(run), print_always=True)
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
-            run.folder.draw()
-        if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):
+            run.folder.plot()
+        is_trained = step > 0 or cfg.max_steps == 0  # the latter: given weights, to be evaluated
+        if due(cfg.sample_every, run) and is_trained:
             print_sample(run)
         if step >= cfg.max_steps:
             break
         start = time.perf_counter()
         loss, norm = train_step(run)
-        losses, norms, signals = gather(run, loss, norm)  # of all processes; waits for the GPU
+        # One value per process. This is where the CPU waits for the GPU
+        losses, norms, signals = gather(loss, norm, run.signal_came.is_set())
         add_time(run, time.perf_counter() - start)
         check_step(run, losses, norms)
         report_step(run, loss=statistics.fmean(losses), norm=norms[0])
@@ -696,13 +718,16 @@ def read_checkpoint(path, mmap=True):
     return in_todays_form(content)
 
 def in_todays_form(content):
-    """Return a checkpoint of an earlier version of this script with the entries of this one."""
+    """Return a checkpoint of an earlier version of this script with the entries of this one.
+
+    Until November 2026, eval_model was called "model" and raw_model "trained". State's numbers were
+    in "numbers", and the classes of the optimizers in "optimizer_names". Tokens were not counted.
+    """
     if "model" not in content:
         return content
     content = dict(content)
-    eval_model = content.pop("model")
-    content["eval_model"] = eval_model
-    content["raw_model"] = content.pop("trained", eval_model)
+    content["eval_model"] = content.pop("model")
+    content["raw_model"] = content.pop("trained", content["eval_model"])
     content |= content.pop("numbers", {})
     if "constants" in content:
         content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
@@ -784,7 +809,7 @@ def without_dropout(config):
     return {name: value for name, value in constants.items() if name != "dropout"}
 
 def model_config(weights, constants):
-    """Return the GPTConfig for weights; constants are for what they do not decide."""
+    """Return the GPTConfig for weights. For what the weights decide, `constants` are ignored."""
     config = constants | weights.config
     if unknown := config.keys() - asdict(GPTConfig()).keys():
         raise UserError(f"{weights.source} was made with the constant {min(unknown)}, which "
@@ -835,7 +860,7 @@ def check_same_function(ours, hf, end_of_text):
     """Raise ValueError if our model and a Hugging Face model, both on the CPU, differ in logits."""
     c = ours.config
     idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    # For edits: a model that does not look across the end of a text differs only if there is one
+    # For edits: with an end of text in the middle, a model whose attention stops there differs, too
     idx[0, c.block_size // 2] = end_of_text
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
@@ -846,8 +871,8 @@ def check_same_function(ours, hf, end_of_text):
 def code_checksum():
     """Return a CRC-32 of the code that a run depends on, without comments and constants.
 
-    That is this file without Config, SMALL and FINETUNE, encoding_parts() in fineweb.py, and every
-    other module that this file imports from the folder it lies in.
+    That is this file without Config, SMALL and FINETUNE; encoding_parts() in fineweb.py, which
+    decides the tokens of a text; and every other module that this file imports from its folder.
     """
     path = Path(__file__)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -900,17 +925,21 @@ def main():
         sys.exit(1)
 
 def run_command(flags):
-    """Train, or print samples. Frees the model before it returns: DDP holds the process group."""
-    cfg, weights, first_lines = resolve_config(flags)
-    device = pick_device(cfg.device)
+    """Train, or print samples.
+
+    DDP keeps the process group alive. When this function returns, its local variable `run` is gone,
+    and with it DDP, so that main() can end the group.
+    """
+    device = pick_device(make_config(Config, flags).device)
     if "RANK" in os.environ:
         join_processes(device)
+    cfg, start, first_lines = resolve_config(flags, device)
     if cfg.sample:
-        sample_only(cfg, device, weights)
+        sample_only(cfg, device, start.weights)
         return
     print0(first_lines)
-    run = set_up(cfg, device, weights)
-    del weights  # the model has its own copy
+    run = set_up(cfg, device, start)
+    del start  # the model and the optimizers have copies
     with contextlib.closing(run.folder):  # whatever ends train(), a save in progress is finished
         train(run)
 
@@ -918,22 +947,28 @@ def is_text(data):
     """Return whether `data` is a text file. Otherwise it is a folder of shards."""
     return Path(data).is_file()
 
-def resolve_config(flags):
-    """Return (cfg, weights, first lines): the constants, given weights or None, a description.
+@dataclass(frozen=True)
+class Start:
+    """What a command begins with."""
+    weights: Weights | None = None   # None: new weights, drawn from the seed
+    checkpoint: dict = field(default_factory=dict)  # of the run to continue; {}: it is a new run
+
+def resolve_config(flags, device=torch.device("cpu")):
+    """Return (cfg, Start, first lines): the constants, what to begin with, and a description.
 
     A constant gets its value from the last of these that has one:
 
     1. the default in Config
     2. the preset: SMALL for a text file, FINETUNE for a text file and given weights
-    3. given weights, which decide the shape of the model and the encoding
+    3. weights that are given by init_from, which decide the model's shape and the encoding
     4. the flags. A flag that contradicts the weights is refused
 
     Then B is lowered until it divides the batch. If `epochs` or `minutes` decide max_steps,
     resolve_max_steps() sets it once the data are open.
     """
     data, note = flags.get("data", Config.data), ""
-    data_is_default = "data" not in flags and data == "edu_fineweb10B"
-    if data_is_default and not find_shards(data)[0]:
+    data_was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
+    if not data_was_chosen and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
         note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
                 "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
@@ -942,41 +977,51 @@ def resolve_config(flags):
         scratch = flags.get("init_from", Config.init_from) == "scratch"
         preset_name = "SMALL" if scratch else "FINETUNE"
     preset = {"data": data} | PRESETS[preset_name]
-    weights = find_weights(make_config(Config, preset | flags))
+    start = find_start(make_config(Config, preset | flags), device)
     if preset_name == "FINETUNE":
-        preset = finetune_preset(weights) | preset
+        preset = finetune_preset(start.weights) | preset
     if "max_steps" in flags:  # then epochs and minutes of the preset do not decide it
         preset = preset | {"epochs": 0.0, "minutes": 0.0}
-    decided = constants_of_weights(weights) if weights else {}
-    check_flags_against_weights(flags, decided, weights)
+    decided = constants_of_weights(start, flags.get("init_from", Config.init_from))
+    check_flags_against_weights(flags, decided, start.weights)
     cfg = make_config(Config, preset | decided | flags)
     lines = f"{note}settings  {description_of_preset(preset_name, cfg, preset | decided)}"
-    if weights and cfg.init_from != "scratch":
-        lines += f"\nweights   {describe_weights(weights, decided, asdict(Config()) | preset)}"
+    if decided:
+        lines += f"\nweights   {describe_weights(start, decided, asdict(Config()) | preset)}"
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, weights, lines
+    return cfg, start, lines
 
-def find_weights(cfg):
-    """Return the Weights to begin with, or None if the model is new. Raises UserError.
+def find_start(cfg, device):
+    """Return what to begin with: a Start. Raises UserError.
 
-    A training run that continues has its own weights. They come before init_from. With --sample,
-    init_from comes first, so that one can sample from it at any time.
+    Training continues the run in log_dir, if there is one, and else begins with init_from. Sampling
+    is the other way round: init_from comes first, and "scratch" means the best weights in log_dir.
     """
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: the same command with the same --log_dir "
                         "continues a run. Leave out --init_from.")
-    if cfg.sample and cfg.init_from == "scratch":
-        path = best_checkpoint(cfg.log_dir)
-        if path is None:
+    if not cfg.sample:
+        checkpoint = read_newest_checkpoint(cfg.log_dir, device)
+        if checkpoint:
+            return Start(weights_in_checkpoint(checkpoint, cfg.log_dir), checkpoint)
+    elif cfg.init_from == "scratch":
+        if not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
                             "or set --init_from.")
-        return read_weights(str(path))
-    if cfg.init_from == "scratch":
-        return None
-    continues = not cfg.sample and find_checkpoints(cfg.log_dir)
-    return read_weights(cfg.log_dir if continues else cfg.init_from)
+        return Start(read_weights(cfg.log_dir))
+    return Start() if cfg.init_from == "scratch" else Start(read_weights(cfg.init_from))
+
+def read_newest_checkpoint(log_dir, device):
+    """Return the content of the newest undamaged checkpoint, or {}. Rank 0 decides which it is."""
+    newest = [newest_checkpoint(log_dir) if rank() == 0 else None]  # a list, to be filled
+    if world_size() > 1:  # processes may see different files on a shared disk
+        dist.broadcast_object_list(newest)
+    if newest[0] is None:
+        return {}
+    # Do not map the file on a CPU: AdamW keeps the tensors, and Windows cannot delete a mapped file
+    return read_checkpoint(newest[0], mmap=device.type != "cpu")
 
 def finetune_preset(weights):
     """Return the constants of FINETUNE that depend on the weights.
@@ -988,8 +1033,15 @@ def finetune_preset(weights):
     return {"max_lr": 0.1 / weights.config["n_embd"],
             "T": min(1024, 2 ** int(math.log2(block_size)))}
 
-def constants_of_weights(weights):
-    """Return the constants of Config that weights decide."""
+def constants_of_weights(start, init_from):
+    """Return the constants of Config that weights decide; none if the model is new.
+
+    If a run that began from scratch continues, its weights do not decide either. There
+    check_same_training() compares the constants with those of the run.
+    """
+    weights = start.weights
+    if weights is None or (init_from == "scratch" and start.checkpoint):
+        return {}
     decided = {name: value for name, value in weights.config.items() if name in asdict(Config())}
     return decided | ({"encoding": weights.encoding} if weights.encoding else {})
 
@@ -1008,11 +1060,14 @@ def description_of_preset(preset_name, cfg, constants):
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"{preset_name} instead of Config, since data is {reason}:\n{values}"
 
-def describe_weights(weights, decided, otherwise):
+def describe_weights(start, decided, otherwise):
     """Return where the weights are from, and each constant that would be different without them."""
+    weights = start.weights
     changed = [f"{name}={value!r} (not {otherwise[name]!r})" for name, value in decided.items()
                if otherwise[name] != value]
-    other_code = ". It was written by other code" if is_of_other_code(weights.code) else ""
+    other_code = ""
+    if is_of_other_code(weights.code) and not start.checkpoint:  # else warnings_about() reports it
+        other_code = ". It was written by other code"
     return f"{weights.source} decides {', '.join(changed) or 'no constant'}{other_code}"
 
 def check_config(cfg):
@@ -1058,7 +1113,10 @@ def rank():
     return int(os.environ.get("RANK", 0))
 
 def world_size():
-    """Return the number of processes. Slurm may set WORLD_SIZE without RANK, which means one."""
+    """Return the number of processes that torchrun starts, which is known before they join.
+
+    Slurm may set WORLD_SIZE without RANK. Then there is one process.
+    """
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 def sum_over_ranks(tensor):
@@ -1080,8 +1138,9 @@ def seed_from(*key):
 
 def join_processes(device):
     """Form the group of all processes that torchrun started."""
-    # This module keeps a reference to the process group that exists when it is imported, and DDP
-    # imports it. If that is our group, Python may abort at its exit. So import it first
+    # DDP imports torch.distributed.nn, which keeps a reference to the process group that exists at
+    # that moment. With such a reference, Python may abort at its exit. So import it before there is
+    # a group
     import torch.distributed.nn  # noqa: F401
     # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
     # for each restart keeps them from finding the addresses of dead processes
@@ -1247,7 +1306,7 @@ def fingerprint_of(loader):
     return f"{sum(loader.lengths):,} tokens in {len(parts)} file(s) #{crc:08x}"
 
 def tokens_per_byte(loader, encoding, val_tokens):
-    """Return tokens per byte of the text that validation reads. The end of a text has no bytes."""
+    """Return tokens per byte of the text that validation reads. <|endoftext|> has no bytes."""
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each id
     for shard in loader.shards:
         wanted = val_tokens - counts.sum()
@@ -1258,6 +1317,7 @@ def tokens_per_byte(loader, encoding, val_tokens):
     return counts.sum() / max(1, n_bytes)
 
 # ---- The run's folder: it survives kills and full disks, and no run overwrites another
+
 # A run may continue with other values of these. Epochs are compared as the max_steps they lead to
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
@@ -1275,7 +1335,7 @@ def lock_run_folder(log_dir):
     if rank() != 0:
         return None
     lock = lock_folder(Path(log_dir))
-    remove_parts(Path(log_dir))  # the rest of saves that were killed
+    remove_unfinished(Path(log_dir))  # of saves that were killed
     return lock
 
 def check_same_training(saved, cfg, fingerprint):
@@ -1290,6 +1350,8 @@ def check_same_training(saved, cfg, fingerprint):
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
+    # A finished run has the result of the code that it was trained with. Evaluating it with other
+    # code would replace this result
     if is_of_other_code(saved.get("code")) and saved["step"] >= cfg.max_steps:
         values.append("train_gpt2.py was edited since it finished")
     if values:
@@ -1313,7 +1375,7 @@ class RunFolder:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.save_in_progress = None  # a Future, also of a save that is finished
         self.plot_in_progress = None
-        self.saved_step = -1      # the step of the last save that succeeded
+        self.safe_step = -1       # the step that need not be saved: it is on disk or easily redone
         self.failure = ""         # why the last save that failed did so
         self.host_buffers = {}    # memory of the last save, which the next one uses again
 
@@ -1340,7 +1402,7 @@ class RunFolder:
         self.write_run()
         self.log = open_log(self.path / "log.txt", step)
         if continues or self.cfg.init_from == "scratch":
-            self.saved_step = step  # it was just loaded, or the seed can draw it again
+            self.safe_step = step  # it was just loaded, or the seed can draw it again
 
     def close(self):
         """Wait for a save in progress, and close log.txt."""
@@ -1360,7 +1422,7 @@ class RunFolder:
         if rank() != 0:
             return
         self.finish_save()  # it still reads the buffers
-        if self.saved_step == state.step:
+        if self.safe_step == state.step:
             return
         with contextlib.suppress(OSError):  # the log of a step is on disk before its checkpoint
             os.fsync(self.log.fileno())
@@ -1388,7 +1450,7 @@ class RunFolder:
             self.failure = first_line(e)
             print0(f"!!! NOT SAVED at step {step}: {self.failure}. Earlier checkpoints are kept.")
             return
-        self.saved_step, seconds = step, time.perf_counter() - start
+        self.safe_step, seconds = step, time.perf_counter() - start
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
         self.prune(step)
 
@@ -1403,19 +1465,20 @@ class RunFolder:
                 with contextlib.suppress(OSError):
                     found[old].unlink()
 
-    def draw(self):
+    def plot(self):
         """Plot in the background, if matplotlib is installed. Drop a plot that still waits."""
         if rank() == 0 and importlib.util.find_spec("matplotlib"):
             if self.plot_in_progress:
                 self.plot_in_progress.cancel()
-            self.plot_in_progress = self.thread.submit(draw_curves, self.path)
+            self.plot_in_progress = self.thread.submit(plot_curves, self.path)
 
 def copy_to_host(content, buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
 
-    buffers: those of an earlier copy, or {}; their memory is used again, which is faster than new
-    memory. A buffer is found by the address of its tensor. So a tensor that occurs twice, as tied
-    weights do, is copied once, and weights, which stay in place, find the buffer of the last copy.
+    buffers: those of an earlier copy, whose memory is used again, since new memory takes longer; or
+    {}. The key of a buffer is the address, shape, stride and type of the tensor that it is a copy
+    of. This has two effects. Tied weights have one buffer, so they are copied and saved once. And
+    as weights stay at their address, each copy finds the buffers of the one before.
     """
     new_buffers = {}
 
@@ -1479,8 +1542,11 @@ def content_of(value):
         return [content_of(part) for part in value]
     return value
 
-def restored(value, content, device):
-    """Return an attribute of State: `value`, as the code made it, brought to `content`."""
+def restore(value, content, device):
+    """Return an attribute of State as the checkpoint has it. Objects are restored in place.
+
+    value: the attribute as the code made it. content: what content_of() returned for it.
+    """
     if isinstance(value, torch.optim.Optimizer):
         load_optimizer(value, content)
     elif hasattr(value, "load_state_dict"):
@@ -1488,7 +1554,7 @@ def restored(value, content, device):
             value.load_state_dict(content)
     elif isinstance(value, list) and any(hasattr(part, "load_state_dict") for part in value):
         for part, content_of_part in zip(value, content, strict=True):
-            restored(part, content_of_part, device)
+            restore(part, content_of_part, device)
     elif isinstance(content, dict):
         raise ValueError("State lacks an object that the checkpoint has a state_dict() of")
     elif torch.is_tensor(content):
@@ -1503,34 +1569,33 @@ def load_optimizer(optimizer, content):
     A number of a group that training has changed since the group was built (a step count, a running
     estimate) continues. Every other number (betas, momentum, weight decay) is the one in the code.
     """
-    name = type(optimizer).__name__
-    if content.get("class", name) != name:
-        raise ValueError(f"it has the state of {content['class']}, the code has {name}")
-    built_now = [group["as_built"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(content)
-    for group, now in zip(optimizer.param_groups, built_now):
-        before = group.get("as_built", {})  # older checkpoints lack it: there, all numbers continue
-        for name, value in now.items():
-            if name not in group or (name in before and group[name] == before[name]):
-                group[name] = value
-        group["as_built"] = now
+    class_name = type(optimizer).__name__
+    if content.get("class", class_name) != class_name:
+        raise ValueError(f"it has the state of {content['class']}, the code has {class_name}")
+    in_code = [group["as_built"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(content)  # all numbers are now those of the checkpoint
+    for group, code in zip(optimizer.param_groups, in_code):
+        built = group.get("as_built")  # None in older checkpoints: there, every number continues
+        unchanged = {name for name in code if built and group.get(name) == built.get(name)}
+        group |= {name: value for name, value in code.items()
+                  if name in unchanged or name not in group}
+        group["as_built"] = code
 
 # ---- Setting up: data, checkpoint and model are checked before any file of the run changes
-def set_up(cfg, device, weights=None):
-    """Return the Run for train(). weights: those of init_from, or None. Raises UserError."""
+def set_up(cfg, device, start=Start()):
+    """Return the Run for train(). start: what resolve_config() found. Raises UserError."""
+    saved = start.checkpoint
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(train_loader), lock_run_folder(cfg.log_dir)
-    saved = read_newest_checkpoint(cfg.log_dir, device)
     cfg = resolve_max_steps(cfg, train_loader, saved)
     if saved:
         check_same_training(saved, cfg, fingerprint)
-        weights = weights_in_checkpoint(saved, cfg.log_dir)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    check_weights_fit(weights, cfg, encoding)
-    raw_model = build_model(cfg, encoding, weights).to(device)
-    state = build_state(raw_model, cfg, dtype, saved)
+    check_weights_fit(start.weights, cfg, encoding)
+    raw_model = build_model(cfg, encoding, start.weights).to(device)
+    state = build_state(raw_model, cfg, dtype, saved)  # a run that continues gets its weights here
     if compiled:
         raw_model.compile()
     run = Run(
@@ -1548,16 +1613,6 @@ def set_up(cfg, device, weights=None):
     print0("\n".join([description(run, dtype, compiled, saved),
                       *(f"!!! {warning}" for warning in warnings)]))
     return run
-
-def read_newest_checkpoint(log_dir, device):
-    """Return the content of the newest undamaged checkpoint, or {}. Rank 0 decides which it is."""
-    newest = [newest_checkpoint(log_dir) if rank() == 0 else None]  # a list, to be filled
-    if world_size() > 1:  # processes may see different files on a shared disk
-        dist.broadcast_object_list(newest)
-    if newest[0] is None:
-        return {}
-    # Do not map the file on a CPU: AdamW keeps the tensors, and Windows cannot delete a mapped file
-    return read_checkpoint(newest[0], mmap=device.type != "cpu")
 
 def resolve_max_steps(cfg, train_loader, saved):
     """Return cfg with the max_steps that `epochs` leads to, or that a run with `minutes` has.
@@ -1617,7 +1672,7 @@ def check_parameters(raw_model, optimizers):
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: give it values.")
-        if largest > PLACEHOLDER / 100:
+        if largest > PLACEHOLDER / 100:  # also if it was multiplied by a small number
             raise UserError(f"{name} was changed, or copied from another weight, before "
                             "init_weights() drew it. Do this at the end of GPT.__init__, or create "
                             "its layer without draw_later().")
@@ -1661,7 +1716,7 @@ def description(run, dtype, compiled, saved):
         f"model     {sum(p.numel() for p in state.raw_model.parameters()):,} parameters, "
         f"init_from={cfg.init_from}: {state.raw_model.config}",
         f"training  {cfg.max_steps:,} steps of {rows * cfg.T:,} tokens, {epochs:.2f} epochs",
-        f"trained   {'; '.join(groups)}",
+        f"optimizer {'; '.join(groups)}",
         f"machine   {world_size()} x {run.device.type}, {str(dtype).removeprefix('torch.')}, "
         f"compile={compiled}, B={cfg.B}",
         f"log       {Path(cfg.log_dir, 'log.txt')}, from step {state.step} on"]
@@ -1673,16 +1728,18 @@ def description(run, dtype, compiled, saved):
     return "\n".join(lines)
 
 # ---- Monitoring: log.txt is for programs, stdout for people
-def report(run, step, stream, value, note="", always=False):
+def report(run, step, stream, value, note="", print_always=False):
     """Append a value to log.txt, from where it is plotted, and print it if a line is due at `step`.
 
-    Lines are due every print_every steps. note: text to print behind the value. always: print it
+    Lines are due every print_every steps. note: text to print behind the value. print_always: print
     at any step.
     """
-    if run.folder is None:  # For edits: if train_step() reports something, trial steps do not
+    # For edits: a train_step() that reports something must not do so in the trial steps of
+    # steps_that_fit(), when there is no folder yet
+    if run.folder is None:
         return
     write_log(run, step, stream, value)
-    if always or (run.cfg.print_every and step % run.cfg.print_every == 0):
+    if print_always or (run.cfg.print_every and step % run.cfg.print_every == 0):
         print0(f"{step:5d}/{run.cfg.max_steps} {stream} {value:.4f}{note}")
 
 def write_log(run, step, stream, value):
@@ -1691,12 +1748,9 @@ def write_log(run, step, stream, value):
         with contextlib.suppress(OSError):  # a full disk
             run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
 
-def gather(run, loss, norm):
-    """Return what the processes have: (losses, norms, whether a signal came), three lists.
-
-    This is where the CPU waits for the GPU.
-    """
-    signal_came = torch.full_like(loss, run.signal_came.is_set())  # filled on the GPU, not copied
+def gather(loss, norm, signal_came):
+    """Return what all processes have: [losses, norms, whether a signal came], three lists."""
+    signal_came = torch.full_like(loss, signal_came)  # made on the GPU: copying it there would wait
     mine = torch.stack((loss, norm, signal_came))
     everyones = [mine.clone() for _ in range(world_size())]
     if world_size() > 1:
@@ -1771,7 +1825,7 @@ def validate(run):
     """Report the validation loss and the minutes of training. Return the loss."""
     loss, step = validation_loss(run, run.val_loader), run.state.step
     bits = loss * run.tokens_per_byte / math.log(2)
-    report(run, step, "val", loss, note=f" ({bits:.4f} bits per byte)", always=True)
+    report(run, step, "val", loss, note=f" ({bits:.4f} bits per byte)", print_always=True)
     write_log(run, step, "minutes", run.state.minutes)
     run.validated_step = step
     return loss
@@ -1796,7 +1850,7 @@ def loss_warning(run):
                 f"{excess:+.6f}. Put a term that only training should minimize under "
                 "`if self.training`.")
 
-def draw_curves(folder):
+def plot_curves(folder):
     """Plot log.txt against tokens as curves.png: losses in one panel, each other stream below."""
     from matplotlib.figure import Figure  # not pyplot, which needs a display
     constants = read_run(folder)["constants"]
@@ -1853,7 +1907,10 @@ def sample_only(cfg, device, weights):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 
 def hellaswag_questions(cfg, model, encoding):
-    """Return HellaSwag's questions as rows of tokens, or None if they are off or not available."""
+    """Return HellaSwag's questions as rows of tokens that fit the model's context.
+
+    Return None if they are switched off or not available.
+    """
     if cfg.hellaswag_every:
         import hellaswag
         return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
@@ -1874,7 +1931,7 @@ def finish(run, stopped):
         validate(run)
     run.folder.save(run.state)
     run.folder.finish_save()
-    if rank() == 0 and run.folder.saved_step != step:
+    if rank() == 0 and run.folder.safe_step != step:
         raise UserError(f"Step {step} is not saved ({run.folder.failure}): free some space, and "
                         "start the same command again.")
     if stopped:
@@ -1920,7 +1977,7 @@ def export(run):
     path = run.folder.path
     try:
         model, best = run.state.eval_model, best_checkpoint(path)
-        if best:  # None: a new model with max_steps=0, of which nothing is saved
+        if best:  # None: a new model with max_steps=0, for which there is no checkpoint
             model = GPT.from_pretrained(best, **model_constants(run.cfg))
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {best or 'the model'} to {path / 'hf'}/, for transformers and "

@@ -339,7 +339,7 @@ def step_side(repeats, warmup, fused=True, logits=False, flash=True, tf32=True, 
                 row = t.rows_before(run.cfg, run.state.step)
                 fetched[row] = read(row, run.cfg.B, run.device)
             if len(waiting) > late:
-                t.gather(run, *waiting.pop(0))  # waits for the GPU
+                t.gather(*waiting.pop(0), False)  # waits for the GPU
         [seconds] = median_seconds(one_step, repeats=repeats, warmup=warmup)
         return figures_of(seconds, run.cfg, model)
 
@@ -750,7 +750,7 @@ def duties_side(**constants):
     with training_run(**constants, val_tokens=tokens, hellaswag_every=250) as run:
         duties = (lambda: t.validation_loss(run, run.val_loader), lambda: t.hellaswag_score(run),
                   lambda: t.print_sample(run))
-        return [*median_seconds(lambda: t.gather(run, *t.train_step(run)), **TIMES),
+        return [*median_seconds(lambda: t.gather(*t.train_step(run), False), **TIMES),
                 *median_seconds(*duties, repeats=3, warmup=1)]
 
 def duty_rows():

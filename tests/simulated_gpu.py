@@ -20,9 +20,9 @@ What it cannot show:
 - GPU memory has no limit, and its figures are 0.
 - NCCL does not run.
 
-It needs Linux, g++ and a CPU build of PyTorch. torch 2.13 was tried. Other versions may change the
-C++ interface that it uses. If the CPU build of another version, for example 2.15, does not compile
-it, start() says so with the compiler's first error.
+It needs Linux, g++ and a CPU build of PyTorch. It was tried with torch 2.13. It also compiles with
+the headers of 2.11 and 2.14. Any version may change the C++ interface that it uses. If the headers
+of another version, for example 2.15, do not fit, start() says so with the compiler's first error.
 """
 import contextlib
 import hashlib
@@ -56,7 +56,7 @@ def find_torch():
     if "torch" in sys.modules:
         raise CannotSimulate("Simulated GPUs must start before torch is imported.")
     spec = importlib.util.find_spec("torch")
-    if spec is None:
+    if spec is None or spec.origin is None:
         raise CannotSimulate("Simulated GPUs need PyTorch, which is not installed.")
     folder = Path(spec.origin).parent
     version = runpy.run_path(str(folder / "version.py"))  # importing torch would be too early

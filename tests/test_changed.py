@@ -532,7 +532,7 @@ def test_a_growing_batch_needs_an_edit_of_rows_before_only(monkeypatch, tmp_path
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **_: seen.append(self))
     (tmp_path / "run.json").write_text(json.dumps({"constants": vars(cfg)}))
     (tmp_path / "log.txt").write_text("0 train 3.0\n1 train 2.0\n6 val 2.0\n")
-    t.draw_curves(tmp_path)
+    t.plot_curves(tmp_path)
     train, val = (line.get_xdata() * 1e6 for line in seen[0].axes[0].lines)
     assert [*train, *val] == pytest.approx([0, 4 * 32, 72 * 32])
     monkeypatch.setattr(t, "rows_before", lambda cfg, step: 24)

@@ -153,6 +153,7 @@ def test_a_training_in_each_dtype_is_near_the_exact_one(tmp_path, dtype):
                      arrange={"signal_at": (signal.SIGTERM, 12)})
         assert run.wait(300) == 0 and out in run.out, run.err
     a, b = read_log(exact.log_dir), read_log(run.log_dir)
-    assert a.keys() == b.keys() and max(abs(a[key] - b[key]) for key in a) < 0.05
+    # Equal losses would mean that products are still computed in float32.
+    assert a.keys() == b.keys() and 0 < max(abs(a[key] - b[key]) for key in a) < 0.05
     scaler = load(run.log_dir / "checkpoint_00030.pt")["scaler"]
     assert (dtype == "float16") == bool(scaler and scaler["scale"] > 0)

@@ -363,6 +363,33 @@ def test_ctrl_c_ends_a_process_that_waits_for_a_lock_for_ever():
         finally:
             process.kill()
 
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_arrives_while_workers_start_is_handled_afterwards(
+        monkeypatch, signal_number):
+    """Otherwise a worker whose start is interrupted prints a traceback.
+
+    The main thread blocks signals meanwhile, but another thread exists that receives them.
+    """
+    workers, handled, end = [], [], threading.Event()
+
+    class Interrupted(InThisProcess):
+        def __init__(self, name):
+            os.kill(os.getpid(), signal_number)
+            time.sleep(0.1)  # the other thread has received it by then, or it never does
+            assert not handled
+            workers.append(self)
+    monkeypatch.setattr(fineweb, "Worker", Interrupted)
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    before = signal.signal(signal_number, lambda number, frame: handled.append(len(workers)))
+    try:
+        assert list(fineweb.tokenize_all([], 3, "bytes")) == []
+        assert handled and {*handled} == {3}
+    finally:
+        signal.signal(signal_number, before)
+        end.set()
+        thread.join()
+
 def test_ctrl_c_during_a_download(fineweb_hub, tmp_path):
     """Ctrl-C ends the script while it waits for the hub, without a line of any library."""
     hub, asked, answer = fineweb_hub, threading.Event(), threading.Event()

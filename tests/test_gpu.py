@@ -19,8 +19,8 @@ import pytest
 import simulated_gpu
 import torch
 from conftest import (
-    ENV, ROOT, TINY, Forked, assert_close_logs, is_simulated, load, read_log, succeed, together,
-    write_text)
+    ENV, ROOT, TINY, Forked, assert_close_logs, is_real_gpu, is_simulated, load, read_log, succeed,
+    together, write_text)
 
 GPU = pytest.mark.skipif(TINY["device"] != "cuda", reason="needs --device=cuda or =simulated")
 SIMULATED = pytest.mark.skipif(not is_simulated(), reason="needs --device=simulated")
@@ -88,6 +88,27 @@ def test_a_step_waits_for_the_gpu_once(folder, n, optimizer, dtype):
         for inside, whole, _ in seen[:1] + seen[2:]:
             assert whole == inside + 1
             assert 1 <= inside <= 2 * optimizers if dtype == "float16" else inside == 0, seen
+
+def forbid_waits(arrange, first_step):
+    """From this step on, train_step() raises RuntimeError if it waits for the GPU."""
+    real = arrange.t.train_step
+
+    def train_step(run):
+        if run.state.step < first_step:
+            return real(run)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return real(run)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    arrange.t.train_step = train_step
+
+@pytest.mark.skipif(not is_real_gpu(), reason="needs --device=cuda; simulated GPUs count waits")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_real_gpu_does_not_make_a_step_wait(folder, optimizer):
+    """CUDA itself reports a wait."""
+    succeed(Forked(folder / f"no waits {optimizer}", optimizer=optimizer, dtype="bfloat16",
+                   arrange={forbid_waits: 1}, **STEPS_ALONE))
 
 @SIMULATED
 def test_a_validation_waits_as_often_for_many_batches_as_for_one(folder):
@@ -157,8 +178,8 @@ def test_a_run_moves_between_a_gpu_and_the_cpu(folder):
 
 @GPU
 def test_two_gpus_with_hellaswag_are_one(folder):
-    """Losses and scores are those of one GPU."""
-    words = dict(EVALUATED, dtype="float32", arrange={made_up_questions: 20})
+    """Losses and scores are those of one GPU, also where the second has no row to validate."""
+    words = dict(EVALUATED, val_tokens=16, dtype="float32", arrange={made_up_questions: 20})
     one, two = (train(n, folder / f"hellaswag {n}", **words) for n in (1, 2))
     assert_close_logs(one.log_dir, two.log_dir)
     assert {step for step, stream in read_log(two.log_dir) if stream == "hella"} == {0, 4, 8, 12}
@@ -306,7 +327,7 @@ def test_an_unknown_device_is_one_sentence(tmp_path):
     out = pytest_on("tpu", tmp_path)
     assert out.strip() == "ERROR: --device=tpu is unknown: choose cpu, cuda or simulated."
 
-@pytest.mark.skipif(TINY["device"] == "cuda" and not is_simulated(), reason="there is a GPU")
+@pytest.mark.skipif(is_real_gpu(), reason="there is a GPU")
 def test_a_missing_gpu_is_one_sentence(tmp_path):
     out = pytest_on("cuda", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert out.startswith("ERROR: --device=cuda: torch ") and out.strip().count("\n") == 0

@@ -27,7 +27,7 @@ def draw(folder, log):
     """Draw the curves of a log in `folder`. Return the path of the picture."""
     (folder / "log.txt").write_text(log)
     (folder / "run.json").write_text(json.dumps({"constants": {"total_batch_size": 2048}}))
-    t.draw_curves(str(folder))
+    t.plot_curves(str(folder))
     return folder / "curves.png"
 
 # Users would see a warning at each validation
@@ -119,7 +119,7 @@ def test_the_numbers_of_a_step(monkeypatch, capsys):
         run.cfg = dataclasses.replace(run.cfg, print_every=every)
         t.report_step(run, 2.5, 0.75)
         assert capsys.readouterr().out == ""
-        t.report(run, 399, "val", 2.5, note=" (bits)", always=True)
+        t.report(run, 399, "val", 2.5, note=" (bits)", print_always=True)
         assert capsys.readouterr().out == "  399/1000 val 2.5000 (bits)\n"
 
 def test_slow_steps_are_reported_in_one_line(monkeypatch, capsys):
@@ -150,9 +150,10 @@ def test_processes_agree_on_a_step(monkeypatch):
     Gradients with different norms end the run, since the processes would train different models.
     """
     mine = torch.tensor(2.5), torch.tensor(0.75)
-    assert t.gather(step_399(monkeypatch), *mine) == [[2.5], [0.75], [0]]
+    step_399(monkeypatch)
+    assert t.gather(*mine, signal_came=True) == [[2.5], [0.75], [1]]
     run = step_399(monkeypatch, (3.5, 0.7500001, 1.0), (6.0, 0.75, 0.0))
-    losses, norms, signals = t.gather(run, *mine)
+    losses, norms, signals = t.gather(*mine, signal_came=False)
     assert losses == [2.5, 3.5, 6.0] and signals == [0, 1, 0]
     t.check_step(run, losses, norms)
     with pytest.raises(t.UserError, match="step 399 .*0.75 .*0.7501.* different models"):
@@ -192,13 +193,13 @@ def test_the_first_lines_show_epochs_and_optimizer_groups():
 def test_only_the_newest_plot_is_drawn_after_a_slow_save(tmp_path, monkeypatch):
     """A plot that waits for a save is dropped when the next plot is due."""
     folder, hold = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data"), Future()
-    monkeypatch.setattr(t, "draw_curves", draw_curves := mock.Mock())
+    monkeypatch.setattr(t, "plot_curves", plot_curves := mock.Mock())
     folder.thread.submit(hold.result)  # in place of a slow save
     for _ in range(5):
-        folder.draw()
+        folder.plot()
     hold.set_result(None)
     folder.close()
-    draw_curves.assert_called_once_with(tmp_path)
+    plot_curves.assert_called_once_with(tmp_path)
 
 def test_which_lines_of_a_log_are_kept(tmp_path, monkeypatch):
     """When a run continues, its log loses incomplete lines and lines of steps that are repeated.

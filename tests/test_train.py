@@ -74,8 +74,8 @@ def test_the_data_select_the_preset_and_flags_override_it(tmp_path, monkeypatch)
     assert all(f"{name}={expected[name]!r}" in lines for name in t.SMALL)
     assert "SMALL" in lines and "Quick start" not in lines
     save_shards(tmp_path / "shards")
-    cfg, weights, lines = t.resolve_config(given | {"data": "shards"})
-    assert cfg == t.Config(data="shards", n_layer=5, seed=7) and weights is None
+    cfg, start, lines = t.resolve_config(given | {"data": "shards"})
+    assert cfg == t.Config(data="shards", n_layer=5, seed=7) and start == t.Start()
     assert "Config" in lines and "SMALL" not in lines
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
@@ -90,7 +90,7 @@ def test_weights_and_a_text_select_finetune_and_decide_the_shape(folder, monkeyp
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
     cfg, found, lines = t.resolve_config(given)
-    assert found is weights
+    assert found == t.Start(weights)
     assert "FINETUNE" in lines and "n_embd=12" in lines and "T=64" in lines
     assert "weights   weights decides n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
     expected = t.FINETUNE | given | dict(n_layer=2, n_head=3, n_embd=12, T=64, encoding="bytes",
@@ -176,8 +176,12 @@ def test_b_is_lowered_to_what_fits_a_step(monkeypatch, processes, tokens, T, B, 
     monkeypatch.setenv("WORLD_SIZE", str(processes or 8))
     if processes:
         monkeypatch.setenv("RANK", "0")
-    flags = dict(data=__file__, total_batch_size=tokens, T=T, B=B)
-    assert t.resolve_config(flags)[0].B == lowered
+    cfg = t.Config(data=__file__, total_batch_size=tokens, T=T, B=B)
+    t.check_config(cfg)
+    assert t.fitting_B(cfg) == lowered
+    if not processes:
+        flags = dict(data=__file__, total_batch_size=tokens, T=T, B=B)
+        assert t.resolve_config(flags)[0].B == lowered
 
 def test_restarted_processes_do_not_find_addresses_of_killed_ones(monkeypatch):
     """After each restart, the processes use other keys of torchrun's store, which outlives it.
@@ -209,7 +213,7 @@ def test_rank_0_downloads_hellaswag_for_all_processes(monkeypatch, capsys):
     for cfg in (t.Config(), t.Config(hellaswag_every=0)):
         assert t.hellaswag_questions(cfg, model, encoding) is None
     assert capsys.readouterr().out == "HellaSwag is off: no network today\n"
-    monkeypatch.setattr(hellaswag, "ranks", lambda: (1, 2))
+    monkeypatch.setattr(hellaswag, "rank_and_world_size", lambda: (1, 2))
     monkeypatch.setattr(hellaswag.dist, "broadcast_object_list",
                         lambda values: seen.append(values[0]) or values.__setitem__(0, [question]))
     get.reset_mock()
@@ -231,7 +235,7 @@ def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
                    sample_every=2)
     run = MagicMock(cfg=cfg, state=state)
     run.folder.save = lambda _: seen.append("save")
-    run.folder.draw = lambda: seen.append("draw")
+    run.folder.plot = lambda: seen.append("plot")
 
     def train_step(run):
         state.step += 1
@@ -240,11 +244,11 @@ def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
         monkeypatch.setattr(t, name, lambda *_, name=name, **__: seen.append(name))
     monkeypatch.setattr(t, "hellaswag_score", lambda run: seen.append("hellaswag"))
     monkeypatch.setattr(t, "train_step", train_step)
-    monkeypatch.setattr(t, "gather", lambda run, loss, norm: ([loss], [norm], [state.step == 9]))
+    monkeypatch.setattr(t, "gather", lambda loss, norm, _: ([loss], [norm], [state.step == 9]))
     monkeypatch.setattr(t, "report", lambda run, step, stream, *_, **__: seen.append(stream))
     t.train(run)
     evaluated, hella = ["save", "validate"], ["hellaswag", "hella"]
-    shown, step = ["draw"], ["check_step", "report_step"]
+    shown, step = ["plot"], ["check_step", "report_step"]
     assert seen == [*evaluated, *hella, *shown, *step, *step, *evaluated, *shown, "print_sample",
                     *step, *evaluated, *hella, *shown, "print_sample", "finish"]
     run.cfg = dataclasses.replace(cfg, max_steps=20, eval_every=0, hellaswag_every=0)

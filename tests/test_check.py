@@ -1,0 +1,383 @@
+"""check.py: whole checks of tiny trainings, and the functions that compare and examine runs."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import types
+from collections import deque
+
+import check
+import pytest
+import torch
+from conftest import ENV, ROOT, TINY, until, write_text
+
+SCRIPTS = ("train_gpt2.py", "fineweb.py", "hellaswag.py")
+
+# Appended to train_gpt2.py. The loss depends on how often forward() was called, which a checkpoint
+# does not hold; generate() draws from other logits; the validation loss has a factor.
+WRONG_EDIT = """
+def forward(self, idx, targets=None, real=GPT.forward, **more):
+    logits, loss = real(self, idx, targets, **more)
+    if loss is not None and self.training:
+        self.calls = getattr(self, "calls", 0) + 1
+        loss = loss * (1 + self.calls)
+    if loss is not None and not self.training:
+        loss = loss * 1.01
+    return logits, loss
+
+def generate(self, idx, max_new_tokens, **more):
+    return torch.cat((idx, 0 * idx[:, :1].expand(-1, max_new_tokens)), dim=1)
+
+GPT.forward, GPT.generate = forward, generate
+"""
+
+def copy_scripts(folder):
+    """Copy the scripts, check.py and a short text into `folder`; return the path of check.py."""
+    (folder / "tests").mkdir()
+    for name in (*SCRIPTS, "tests/check.py"):
+        (folder / name).write_bytes((ROOT / name).read_bytes())
+    write_text(folder)
+    return folder / "tests" / "check.py"
+
+def append(path, text):
+    """Add code at the end of a script, in front of the line that calls main()."""
+    source = path.read_text(encoding="utf-8")
+    head, line, tail = source.rpartition('if __name__ == "__main__":')
+    path.write_text(head + text + "\n" + line + tail, encoding="utf-8")
+
+def commit(folder):
+    identity = ("-c", "user.name=A", "-c", "user.email=a@b.c")
+    for words in (("init", "-q"), ("add", "."), (*identity, "commit", "-qm", "Before")):
+        subprocess.run(["git", *words], cwd=folder, check=True, env=ENV)
+
+def flags(folder, **changes):
+    constants = {name: value for name, value in TINY.items() if name not in check.OWN_FLAGS}
+    constants |= dict(data=folder / "text.txt", val_tokens=256) | changes
+    return [f"--{name}={value}" for name, value in constants.items()]
+
+def outcomes(text):
+    """Return {promise: holds, BROKEN or not checked} of what check.py printed."""
+    found = {}
+    for promise, (name, _) in check.PROMISES.items():
+        rest = text.partition(name)[2].lstrip()
+        found[promise] = next((outcome for outcome in ("holds", "BROKEN", "not checked")
+                               if rest.startswith(outcome)), None)
+    return found
+
+def test_all_promises_of_the_script_hold(tmp_path):
+    """Without an edit and without git, seven promises hold, and two say why they are not
+    checked."""
+    script = copy_scripts(tmp_path)
+    command = [sys.executable, script, "--steps=4", *flags(tmp_path, dropout=0.1)]
+    done = subprocess.run(command, env=ENV | {"TMPDIR": str(tmp_path)}, cwd=tmp_path, text=True,
+                          capture_output=True, timeout=300)
+    assert done.returncode == 0, (done.stdout, done.stderr)
+    found = outcomes(done.stdout)
+    two = "holds" if check.cores() > 1 else "not checked"
+    assert found == dict.fromkeys(check.PROMISES, "holds") | {
+        "processes": two, "effect": "not checked", "begin": "not checked"}
+    assert "All promises hold" in done.stdout and "git" in done.stdout
+    assert "--steps=12" in done.stdout
+    assert not list(tmp_path.glob("check_gpt2_*"))
+
+def test_broken_promises_are_named_with_their_cause(tmp_path):
+    """An edit of a git checkout is compared with the commit, and each promise that it breaks is
+    reported, with the attribute that a restart forgets."""
+    script = copy_scripts(tmp_path)
+    commit(tmp_path)
+    append(tmp_path / "train_gpt2.py", WRONG_EDIT)
+    done = subprocess.run([sys.executable, script, "--steps=4", *flags(tmp_path)], env=ENV,
+                          cwd=tmp_path, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    found = outcomes(done.stdout)
+    found.pop("processes")  # there may be one core only
+    assert found == {"same": "holds", "killed": "BROKEN", "B": "BROKEN", "saved": "holds",
+                     "samples": "BROKEN", "loss": "BROKEN", "effect": "holds", "begin": "holds"}
+    assert "self.calls in GPT" in done.stdout and "neither in State" in done.stdout
+
+def test_a_signal_ends_all_processes_and_deletes_the_folder(tmp_path):
+    """SIGTERM during a check leaves neither processes nor temporary files behind."""
+    script = copy_scripts(tmp_path)
+    process = subprocess.Popen(
+        [sys.executable, script, *flags(tmp_path)], cwd=tmp_path, text=True,
+        env=ENV | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    until(lambda: list(tmp_path.glob("check_gpt2_*/*/pid_*")))
+    pids = [int(path.suffix[1:]) for path in tmp_path.glob("check_gpt2_*/*/pid_*")]
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=180) == 128 + signal.SIGTERM, process.stdout.read()
+    process.stdout.close()
+    assert not list(tmp_path.glob("check_gpt2_*"))
+    for pid in pids:
+        until(lambda pid=pid: not is_running(pid))
+
+def is_running(pid):
+    try:
+        os.kill(pid, 0)
+    except OSError:
+        return False
+    return True
+
+def test_an_error_of_the_script_is_shown(tmp_path):
+    """A constant that the script refuses ends the check with the script's own line."""
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests" / "check.py", "--n_embd=30", "--n_head=4", "--device=cpu"],
+        env=ENV, cwd=tmp_path, text=True, capture_output=True, timeout=300)
+    assert done.returncode == 1
+    assert "train_gpt2.py: n_embd=30 is no multiple of n_head=4" in done.stderr
+
+# ------------------------------------------------------------------- the functions of check.py
+def test_flags(capsys):
+    """Unknown flags are for the script; flags that the command sets itself are refused."""
+    options = check.parse(["--n_layer=2", "--data", "a b.txt", "--steps=60", "--against=main"])
+    assert options == check.Options({"n_layer": "2", "data": "a b.txt"}, 60, "main")
+    for words in (["--max_steps=9"], ["--log_dir", "log"], ["x"], ["--data"], ["--steps=3"]):
+        with pytest.raises(check.Failed):
+            check.parse(words)
+
+def test_the_first_difference_of_two_logs(tmp_path):
+    """Logs are compared in the order of their lines, a validation before the step after it; times
+    are left out, and with a tolerance so are streams that are no losses."""
+    (tmp_path / "log.txt").write_text(
+        "0 val 5.5\n0 minutes 0.1\n0 train 5.4\n1 train 5.0\n1 balance 7.0\n2 val nan\n")
+    log = check.read_log(tmp_path)
+    assert log == {(0, "val"): "5.5", (0, "train"): "5.4", (1, "train"): "5.0",
+                   (1, "balance"): "7.0", (2, "val"): "nan"}
+    assert check.first_difference(log, dict(log)) is None
+    other = log | {(0, "val"): "5.6", (0, "train"): "5.5"}
+    assert check.first_difference(log, other) == check.Difference(0, "val", ("5.5", "5.6"))
+    shorter = {key: value for key, value in log.items() if key != (1, "train")}
+    assert check.first_difference(log, shorter).values == ("5.0", None)
+
+    def allowed(step, stream, value):
+        return 0.05
+    assert check.first_difference(log, log | {(0, "val"): "5.54", (1, "balance"): "8.0"},
+                                  allowed) is None
+    found = check.first_difference(log, log | {(1, "train"): "4.9"}, allowed)
+    assert (found.step, found.stream) == (1, "train")
+    assert "0.1 apart, where rounding explains 0.05" in found.says("here", "there")
+    assert check.first_difference(log, log | {(1, "train"): "nan"}, allowed)
+
+def test_what_rounding_explains_grows_with_the_steps():
+    """The tolerance is a multiple of the largest difference so far between the run and one whose
+    weights were nudged, and never below a few units of rounding."""
+    log = {(step, "train"): "4.0" for step in range(3)}
+    nudged = log | {(1, "train"): "4.001"}
+    rounding = check.Rounding(log, nudged, low_precision=False)
+    assert rounding(0, "train", 4.0) == pytest.approx(1e-5)
+    assert rounding(1, "train", 4.0) == rounding(2, "val", 4.0) == pytest.approx(5e-3)
+    assert check.Rounding(log, nudged, low_precision=True)(0, "train", 4.0) == pytest.approx(1e-3)
+
+def test_checkpoints_are_compared_by_all_their_tensors(tmp_path):
+    """The first tensor that differs is named, also in nested lists and dictionaries; tensors that
+    one file lacks, and values that are no tensors, are ignored."""
+    one = {"step": 3, "model": {"w": torch.ones(2)}, "optimizers": [{"state": {0: torch.zeros(2)}}]}
+    two = {"step": 4, "model": {"w": torch.ones(2), "b": torch.ones(1)},
+           "optimizers": [{"state": {0: torch.tensor([0.0, 1.0])}}]}
+    three = one | {"model": {"w": torch.tensor([1.0, float("nan")])}}
+    for name, content in (("1", one), ("2", two), ("3", three)):
+        torch.save(content, tmp_path / name)
+    assert check.first_tensor_that_differs(tmp_path / "1", tmp_path / "1") is None
+    assert check.first_tensor_that_differs(tmp_path / "1", tmp_path / "2") == (
+        "optimizers.0.state.0", 1.0)
+    assert check.first_tensor_that_differs(tmp_path / "3", tmp_path / "3") is None
+    assert check.first_tensor_that_differs(tmp_path / "1", tmp_path / "3")[0] == "model.w"
+    assert check.distance(tmp_path / "1", tmp_path / "2") == pytest.approx(1 / 2**0.5)
+
+def test_which_version_is_the_committed_one(tmp_path, monkeypatch):
+    """The committed scripts are extracted if the code beside them differs from them; otherwise
+    the reason is given."""
+    folder = tmp_path / "project"  # in a folder of a larger repository
+    folder.mkdir()
+    monkeypatch.setattr(check, "SCRIPTS", folder)
+    copy_scripts(folder)
+    with pytest.raises(check.Failed, match="git"):
+        check.extract_committed("HEAD", tmp_path / "out1")
+    commit(tmp_path)
+    with pytest.raises(check.Failed, match="as in HEAD"):
+        check.extract_committed("HEAD", tmp_path / "out2")
+    append(folder / "fineweb.py", "# a comment")
+    with pytest.raises(check.Failed, match="only comments"):
+        check.extract_committed("HEAD", tmp_path / "out3")
+    append(folder / "fineweb.py", "MORE = 1")
+    check.extract_committed("HEAD", tmp_path / "out4")
+    assert "MORE" not in (tmp_path / "out4" / "fineweb.py").read_text(encoding="utf-8")
+    with pytest.raises(check.Failed, match="git"):
+        check.extract_committed("no_such_commit", tmp_path / "out5")
+
+def set_up(**changes):
+    """What a run says of itself before the first step."""
+    constants = dict(B=4, T=16, dropout=0.0, warmup_steps=5, val_tokens=10**6,
+                     total_batch_size=128) | changes
+    return {"constants": constants, "rows": constants["total_batch_size"] // constants["T"],
+            "device": "cpu", "dtype": "float32", "gpus": 0, "initial": {"w": [[2], 7]}}
+
+def test_which_runs_are_planned(monkeypatch):
+    """B is halved to a value that one and two processes can use; what cannot be checked says
+    why."""
+    monkeypatch.setattr(check, "cores", lambda: 2)
+    plan = check.Plan(check.Options({}, 20), set_up())
+    assert (plan.B, plan.half_B, plan.no_processes) == (4, 2, "")
+    assert (plan.each, plan.saved, plan.killed) == (5, 10, 13)
+    assert plan.common["val_tokens"] == 256 and plan.common["warmup_steps"] == 5
+    assert check.Plan(check.Options({"dtype": "bfloat16"}, 4), set_up()).common["dtype"] == (
+        "bfloat16")
+    odd = check.Plan(check.Options({}, 4), set_up(total_batch_size=3 * 16, B=3))
+    assert odd.half_B == 1 and "3 rows" in odd.no_processes and odd.killed == 3
+    monkeypatch.setattr(check, "cores", lambda: 1)
+    assert "one core" in check.Plan(check.Options({}, 20), set_up()).no_processes
+
+class Fake:
+    """A finished run: a log, a report, and a checkpoint if tensors are given."""
+    def __init__(self, log, folder=None, tensors=None, **report):
+        self.log = log
+        self.report = {"changed": [], "used": [], "draws": 0, "step": 2, "samples": None,
+                       "cross_entropy": 4.0, "drawn": [1], "initial": {"w": [[2], 7]}} | report
+        if folder:
+            self.checkpoint = folder / f"{len(list(folder.iterdir()))}.pt"
+            torch.save(tensors, self.checkpoint)
+
+    def result(self):
+        return self
+
+def verdicts(folder, no_committed="no git", **runs):
+    """The outcomes of a check whose runs are alike, but for `runs`."""
+    log = {(step, "train"): "4.0" for step in range(4)} | {(4, "val"): "4.0"}
+    checking = check.Check.__new__(check.Check)
+    checking.plan = check.Plan(check.Options({}, 4), set_up())
+    checking.options, checking.no_committed = check.Options({}, 4), no_committed
+    checking.plan.no_processes = ""
+    tensors = {"w": torch.ones(2)}
+    checking.runs = {name: Fake(log, folder, tensors) for name in (
+        "base", "again", "continued", "nudged", "half", "two", "committed_run", "setup_committed")}
+    checking.runs["reloaded"] = Fake({(0, "val"): "4.0"})
+    for name, (changes, report) in runs.items():
+        weights = report.pop("tensors", tensors)
+        checking.runs[name] = Fake(checking.runs[name].log | changes, folder, weights, **report)
+    return {verdict.promise: verdict for verdict in checking.verdicts()}
+
+@pytest.mark.parametrize("promise, runs, text", [
+    ("same", dict(again=({(2, "train"): "4.1"}, {})), "train differs from step 2 on"),
+    ("same", dict(again=({}, dict(tensors={"w": torch.zeros(2)}))), "last checkpoints differ"),
+    ("killed", dict(continued=({(4, "val"): "4.1"}, {})), "val differs from step 4 on"),
+    ("killed", dict(continued=({}, dict(tensors={"w": torch.zeros(2)}))), "by up to 1."),
+    ("killed", dict(continued=({}, dict(step=0))), "it continues at step 0"),
+    ("B", {name: ({(1, "train"): "4.001"}, {}) for name in ("half", "nudged", "two")},
+     "0.001 apart"),
+    ("processes", dict(two=({(3, "train"): "4.001"}, {})), "train differs from step 3 on"),
+    ("saved", dict(reloaded=({(0, "val"): "4.1"}, {})), "4.1 when its checkpoint is loaded"),
+    ("samples", dict(base=({}, dict(samples=["another token", "there"]))), "another token"),
+    ("loss", dict(base=({}, dict(cross_entropy=3.9))), "3.900000"),
+    ("effect", dict(), "no effect on training"),
+    ("begin", dict(setup_committed=({}, dict(initial={"w": [[2], 8]}))), "They are w."),
+])
+def test_each_broken_promise_is_reported_alone(tmp_path, promise, runs, text):
+    """What breaks one promise leaves the others, and the verdict says what differs."""
+    found = verdicts(tmp_path, no_committed="" if promise in ("effect", "begin") else "no", **runs)
+    broken = {name for name, verdict in found.items() if verdict.outcome == "BROKEN"}
+    assert broken - {"effect"} == {promise} - {"effect"} and found[promise].outcome == "BROKEN"
+    assert text in str(found[promise]) and check.PROMISES[promise][1][:40] in str(found[promise])
+
+def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
+    """An edit that only adds a stream, or only changes samples, has an effect; if equal runs
+    differ, runs with another B are not compared."""
+    for changes, report, text in ((({}), dict(drawn=[2]), "samples only"),
+                                  ({(1, "balance"): "1.0"}, {}, "on balance only"),
+                                  ({(1, "train"): "4.000001"}, {}, "within rounding"),
+                                  ({(1, "train"): "4.1"}, {}, "from step 1 on")):
+        folder = tmp_path / text.split()[-2]
+        folder.mkdir()
+        found = verdicts(folder, no_committed="", committed_run=(changes, report))
+        assert found["effect"].outcome == "holds" and text in str(found["effect"])
+    found = verdicts(tmp_path, again=({(0, "train"): "1.0"}, {}), half=({(0, "train"): "2.0"}, {}))
+    assert [found[name].outcome for name in ("same", "killed", "B", "processes", "saved")] == [
+        "BROKEN", "not checked", "not checked", "not checked", "holds"]
+
+class Model(torch.nn.Module):
+    """Logits follow from the last token. generate() may add `skew` to them."""
+    def __init__(self, skew=0.0):
+        super().__init__()
+        self.table = torch.nn.Parameter(torch.randn(8, 8, generator=torch.manual_seed(0)))
+        self.skew = skew * torch.arange(8.0)
+        self.config = types.SimpleNamespace(block_size=6)
+
+    def forward(self, idx):
+        assert idx.size(1) <= self.config.block_size
+        return self.table[idx], None
+
+    def generate(self, idx, n, temperature=1.0, top_k=None):
+        for _ in range(n):
+            logits = self(idx[:, -6:])[0][:, -1] + self.skew
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)
+            else:
+                token = torch.multinomial((logits / temperature).softmax(-1), 1)
+            idx = torch.cat((idx, token), 1)
+        return idx
+
+@torch.no_grad()
+def test_samples_are_compared_with_the_model():
+    """A generate() with other logits is found by its greedy tokens; if their order is the same, by
+    the probabilities that it draws from."""
+    prompts = torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([[1, 2, 3, 4, 5], [1] * 5])
+    assert check.sample_problem(Model(), prompts, 4, 6, low=False) is None
+    found = check.sample_problem(Model(skew=1.0), prompts, 4, 6, low=False)
+    assert found[0] == "generate(temperature=0) leaves the arg max of model(idx)"
+    found = check.sample_problem(Model(skew=0.01), prompts, 4, 6, low=False)
+    assert found[0] == "generate() draws from other probabilities than model(idx) gives"
+    assert "1.07" in found[1]  # exp(0.01 * 7)
+
+def test_what_a_checkpoint_lacks_is_named():
+    """Values that change during training, and that no checkpoint holds, are found: attributes of
+    modules and optimizers, buffers that are not persistent, fields of Run, globals."""
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    model.register_buffer("kept", torch.zeros(1))
+    model.register_buffer("lost", torch.zeros(1), persistent=False)
+    model.calls, model[1].history, model.teacher = 0, deque([1]), [torch.nn.Linear(1, 1)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    optimizer.count = 0
+    state = types.SimpleNamespace(raw_model=model, optimizers=[optimizer])
+    run = types.SimpleNamespace(state=state, mean=0.0, unsaid=[])
+    t = types.SimpleNamespace(NOISE=torch.Generator().manual_seed(0), LIMIT=3)
+    before = check.unsaved_values(t, run)
+    assert check.unsaved_values(t, run) == before
+    model.kept += 1
+    model.lost += 1
+    model.calls, run.mean, optimizer.count = 1, 0.5, 2
+    model[1].history.append(2)
+    run.unsaid.append("val 4.0")
+    torch.rand(1, generator=t.NOISE)
+    after = check.unsaved_values(t, run)
+    assert {what for what in after if after[what] != before[what]} == {
+        "self.calls in Sequential", "self.history in Linear", "run.mean", "the global NOISE",
+        "the buffer lost, which is not persistent", "self.count in SGD"}
+
+def test_the_error_of_a_run(tmp_path):
+    """Of a failed run the script's own line is shown, else the end of the traceback."""
+    (tmp_path / "err_0.txt").write_text(
+        "Traceback (most recent call last):\n"
+        f'  File "{check.SCRIPTS}/train_gpt2.py", line 7, in forward\n    a[1]\n    ~~^^\n'
+        '  File "torch.py", line 9, in get\n    return b\nKeyError: 1\n')
+    assert check.error_of(tmp_path, 1) == "train_gpt2.py, line 7, in forward: a[1]\nKeyError: 1"
+    (tmp_path / "err_1.txt").write_text("noise\ntrain_gpt2.py: Out of memory.\nnoise\n")
+    assert check.error_of(tmp_path, 1) == "train_gpt2.py: Out of memory."
+    assert "wait for each other" in check.error_of(tmp_path, "stuck")
+
+def test_a_run_is_killed_after_its_checkpoint(tmp_path):
+    """The process ends by kill -9 in the step that is named, and not before the checkpoint is
+    there, however late it is written."""
+    code = ("import sys, threading, types; from pathlib import Path\n"
+            f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
+            "import check\n"
+            "folder = Path(sys.argv[1])\n"
+            "class State: step = 0\n"
+            "run = types.SimpleNamespace(state=State())\n"
+            "check.kill_at(run, 3, folder / 'saved', folder, {'step': 0})\n"
+            "threading.Timer(0.5, (folder / 'saved').touch).start()\n"
+            "for step in range(9):\n"
+            "    run.state.step += 1\n"
+            "    (folder / 'step').write_text(str(run.state.step))\n")
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], timeout=180)
+    assert done.returncode == -signal.SIGKILL
+    assert (tmp_path / "step").read_text() == "2" and (tmp_path / "saved").exists()
+    assert json.loads((tmp_path / "report.json").read_text()) == {"step": 0}
