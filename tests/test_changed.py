@@ -1,4 +1,4 @@
-"""The script is made to be changed: an edit works, or is told; it is never silently wrong."""
+"""Tests of edits to the script: an edit works, or the script reports the problem."""
 import collections
 import copy
 import dataclasses
@@ -26,17 +26,18 @@ LAST = f"checkpoint_{TINY['max_steps']:05d}.pt"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
+    """Return a folder with the text that all runs train on."""
     folder = tmp_path_factory.mktemp("changed")
     write_text(folder)
     return folder
 
 @pytest.fixture(scope="module")
 def finished(folder):
-    """A folder in which a run has ended. Not to be changed."""
+    """Return the folder of a finished run. Tests must not change it."""
     return succeed(Forked(folder / "finished")).log_dir
 
 def narrow_window(arrange, width):
-    """Attention to so many tokens. The first ones see what they always saw."""
+    """Let tokens attend to the last `width` tokens only. The first tokens still attend to all."""
     def attention(q, k, v, dropout_p, is_causal):
         all_pairs = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device)
         return F.scaled_dot_product_attention(q, k, v, all_pairs.tril().triu(1 - width))
@@ -44,14 +45,14 @@ def narrow_window(arrange, width):
                                   scaled_dot_product_attention=attention)
 
 def in_attention(arrange, add):
-    """add(it, config) at the end of its constructor."""
+    """Call add(attention, config) at the end of CausalSelfAttention.__init__."""
     def __init__(self, config):
         real(self, config)
         add(self, config)
     real, arrange.t.CausalSelfAttention.__init__ = arrange.t.CausalSelfAttention.__init__, __init__
 
 def edit_block(arrange, act):
-    """act(block) at the end of Block.__init__."""
+    """Call act(block) at the end of Block.__init__."""
     def __init__(self, config):
         real(self, config)
         act(self)
@@ -68,17 +69,24 @@ def replace_weight_by_a_copy(block):
     block.mlp.c_proj.weight = torch.nn.Parameter(block.mlp.c_proj.weight.clone() * 0.05)
 
 @pytest.mark.parametrize("edit, name", [
-    (scale_projection, "h.0.mlp.c_proj.weight"), (replace_weight_by_a_copy, "h.0.mlp.c_proj.weight"),
+    (scale_projection, "h.0.mlp.c_proj.weight"),
+    (replace_weight_by_a_copy, "h.0.mlp.c_proj.weight"),
     (normalize_weight, "h.0.mlp.c_fc.parametrizations.weight.original0")])
 def test_a_weight_that_is_changed_or_copied_before_it_is_drawn_is_reported(monkeypatch, edit, name):
-    """Such an edit would have no effect, or another one than it seems to have."""
+    """The start fails with a message that names the weight.
+
+    Otherwise the edit would have no effect, or another one than it seems to have.
+    """
     monkeypatch.setattr(t.Block, "__init__", t.Block.__init__)
     edit_block(SimpleNamespace(t=t), edit)
     with pytest.raises(t.UserError, match=rf"{name} was changed, or copied .* init_weights"):
         t.build_state(small(), t.Config(), torch.float32, {})
 
-def test_weights_change_at_the_end_of_the_constructor(monkeypatch):
-    """That is where the message says to change them. An untied output matrix is drawn, too."""
+def test_weights_can_be_changed_at_the_end_of_the_constructor(monkeypatch):
+    """A change at the end of GPT.__init__, which the message recommends, takes effect.
+
+    The output matrix can be untied there from the embedding.
+    """
     before = small().state_dict()
     def __init__(self, config):
         real(self, config)
@@ -98,17 +106,18 @@ def gain_of_queries(attention, config):
     attention.q_gain = torch.nn.Parameter(torch.ones(config.n_embd))
 
 def mask_as_buffer(attention, config):
-    """-inf where a token may not look, as in many a GPT."""
+    """Add a buffer with -inf where a token must not attend, as in many implementations of GPT."""
     attention.register_buffer("mask", torch.full((config.block_size,) * 2, -math.inf).triu(1))
 
 def low_rank(attention, config):
-    """LoRA, which begins at zero, with a gate that begins open."""
+    """Add LoRA, whose product is zero at the start, and a gate that is open at the start."""
     attention.lora_a = t.draw_later(torch.nn.Linear(config.n_embd, 16, bias=False))
     attention.lora_b = torch.nn.Linear(16, config.n_embd, bias=False)
     torch.nn.init.zeros_(attention.lora_b.weight)
     attention.gate_bias = torch.nn.Parameter(torch.ones(config.n_embd))
 
-def documents_apart(arrange, end_of_text):  # in a text without documents, this is GPT-2
+def documents_apart(arrange, end_of_text):
+    """Scale the logits by the number of texts up to each token. In a single text this is GPT-2."""
     def forward(self, idx, targets=None, return_logits=True):
         logits, loss = real(self, idx, targets)
         return logits * (1 + (idx == end_of_text).cumsum(1)[..., None]), loss
@@ -119,15 +128,18 @@ def documents_apart(arrange, end_of_text):  # in a text without documents, this 
     (in_attention, gain_of_queries, "q_gain"), (in_attention, mask_as_buffer, "mask")])
 @pytest.mark.usefixtures("is_gpt2")
 def test_an_edited_model_trains_to_the_end_and_is_not_exported(folder, edit, value, reason):
-    """hf/ would compute something else than what was trained."""
+    """If transformers would compute other logits, nothing is exported, and a line says why."""
     run = succeed(Forked(folder / f"{edit.__name__} {reason}", max_steps=6, arrange={edit: value},
                          hide=["matplotlib"], sample_every=6, sample_tokens=9))
     assert re.search(rf"^Not exported: transformers would compute something else \(.*{reason}",
                      run.out, re.M)
     assert (6, "val") in read_log(run.log_dir) and not (run.log_dir / "hf").exists()
 
-def test_what_a_module_sets_itself_stays_and_others_begin_as_ever(monkeypatch):
-    """LoRA would not begin at zero; and two models would differ in all weights, not in an edit."""
+def test_an_added_module_keeps_its_values_and_does_not_change_other_weights(monkeypatch):
+    """Values that a module sets itself are kept, so that LoRA starts at zero.
+
+    All other weights are drawn as before the edit, so that two models differ only in the edit.
+    """
     before = small().state_dict()
     monkeypatch.setattr(t.CausalSelfAttention, "__init__", t.CausalSelfAttention.__init__)
     in_attention(SimpleNamespace(t=t), low_rank)
@@ -137,26 +149,31 @@ def test_what_a_module_sets_itself_stays_and_others_begin_as_ever(monkeypatch):
     assert not attention.lora_b.weight.any() and (attention.gate_bias == 1).all()
     assert attention.lora_a.weight.std().item() == pytest.approx(0.02, rel=0.2)
 
-def test_a_logit_made_otherwise_is_so_in_loss_samples_and_scores(monkeypatch):
-    """An edit of the logits in forward() applies to samples and to HellaSwag's scores, too."""
+def test_an_edit_of_the_logits_applies_to_samples_and_hellaswag(monkeypatch):
+    """Samples and HellaSwag's scores use the logits of an edited forward()."""
     def forward(self, idx, targets=None, return_logits=True):
         logits = real(self, idx)[0]
-        favourite = torch.nn.functional.one_hot((idx + 1) % 257, 257)  # as a hash embedding could
+        # A hash embedding of earlier tokens could favour a token like this
+        favourite = torch.nn.functional.one_hot((idx + 1) % 257, 257)
         return 100.0 * favourite + logits, None
     model, real = shake(small()), t.GPT.forward
     monkeypatch.setattr(t.GPT, "forward", forward)
     texts = model.generate(torch.tensor([[7]]), 5, temperature=0)
     assert texts.tolist() == [[7, 8, 9, 10, 11, 12]]
-    endings = ["h", "i", "j", "k"]  # "g" is followed by "h"
+    endings = ["h", "i", "j", "k"]  # the edited model continues "g" with "h"
     question = dict(ctx="g", endings=endings, label=0)
     encode = lambda text: list(text.replace("a ", "a").encode())  # noqa: E731
     assert hellaswag.evaluate(model, hellaswag.prepare([question], model, encode)).acc == 1.0
 
 def other_code(arrange, _):
+    """Make the code look edited."""
     arrange.t.code_checksum = lambda: 7
 
-def test_other_code_continues_a_run_and_says_so(folder, finished):
-    """Two models in one run. A finished one would be validated and exported as another's."""
+def test_edited_code_continues_a_run_with_a_warning(folder, finished):
+    """The warning is printed at the start and beside the result, also after later starts.
+
+    Edited code cannot continue a finished run, which it would validate as another model.
+    """
     saved = load(finished / LAST)
     with pytest.raises(t.UserError, match="edited since it finished.*--log_dir"):
         t.check_same_training(saved | {"code": 7}, t.Config(**saved["constants"]), saved["data"])
@@ -166,10 +183,14 @@ def test_other_code_continues_a_run_and_says_so(folder, finished):
     assert run.out.count(f"!!! {said}") == 2  # at the start, and beside the result
     assert t.read_run(copy)["result"]["warnings"] == [said]
     again = succeed(Forked(copy, max_steps=32, arrange={other_code: 0}))
-    assert again.out.count(said) == 1 and again.out.endswith(f"!!! {said}\n")  # of the first start
+    assert again.out.count(said) == 1 and again.out.endswith(f"!!! {said}\n")  # in the result
 
-def test_a_checkpoint_that_does_not_fit_the_code_is_a_line(folder, finished):
-    """And nothing says that it goes on. Torch would give one optimizer's state to another."""
+def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
+    """One line names the tensor that does not fit, and no line says that the run continues.
+
+    An optimizer of another class is refused as well, since torch would load its state without an
+    error.
+    """
     copy = shutil.copytree(finished, folder / "misfit")
     run = Forked(copy, max_steps=32, arrange={in_attention: gain_of_queries, other_code: 0})
     assert run.wait() == 1 and "other code continues" not in run.out
@@ -183,7 +204,10 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_a_line(folder, finished):
             t.build_state(model, cfg, torch.float32, saved)
 
 def test_what_counts_as_other_code(tmp_path, monkeypatch):
-    """Comments, blank lines and constants do not; as it was imported, not as it is now."""
+    """The checksum covers the code and the modules beside it, but not comments or constants.
+
+    It also covers encoding_parts(). It describes the file at import, not after a later edit.
+    """
     source, path = (ROOT / "train_gpt2.py").read_text(), tmp_path / "train_gpt2.py"
 
     def checksum(source):
@@ -191,10 +215,10 @@ def test_what_counts_as_other_code(tmp_path, monkeypatch):
         return t.code_checksum.__wrapped__()
     monkeypatch.setattr(t, "__file__", str(path))
     same = checksum(source)
-    assert same == t.code_checksum()  # still that of the file that was imported
+    assert same == t.code_checksum()  # the checksum of the file that was imported
     for old, new, is_same in (
             ("class Block", "# a comment\n\n\nclass Block", True),
-            ("import re\n", "import re  # as ever\n", True),
+            ("import re\n", "import re  # for text\n", True),
             ("seed: int = 1337", "seed: int = 2", True),
             ("    encoding=", "    seed=3,\n    encoding=", True),
             ("log_dir=\"log_finetune\"", "log_dir=\"tuned\"", True),
@@ -207,22 +231,28 @@ def test_what_counts_as_other_code(tmp_path, monkeypatch):
     assert with_lion != same
     (tmp_path / "lion.py").write_text("import tiger  # a comment\n")
     assert checksum(source + "from lion import Lion\n") == with_lion
-    (tmp_path / "tiger.py").write_text("import lion\nx = 1\n")  # which lion.py imports
+    (tmp_path / "tiger.py").write_text("import lion\nx = 1\n")  # lion.py imports it
     assert checksum(source + "from lion import Lion\n") != with_lion
     assert checksum(source) == same
-    monkeypatch.setattr(t, "encoding_parts", t.get_encoding)  # which ids a text has
+    monkeypatch.setattr(t, "encoding_parts", t.get_encoding)  # it decides the ids of a text
     assert checksum(source) != same
 
-def test_what_is_new_had_its_default_in_old_runs(finished):
-    """Else nobody could go on: `dropout was None`, or other code, which no one can put back."""
+def test_a_constant_that_an_old_run_lacks_counts_as_its_default(finished):
+    """A run that was started before a constant existed continues if the constant has its default.
+
+    A checkpoint without a checksum of the code can be continued, too.
+    """
     saved, cfg = load(finished / LAST), t.Config(**load(finished / LAST)["constants"])
     del saved["constants"]["dropout"], saved["code"]
     t.check_same_training(saved, cfg, saved["data"])
     with pytest.raises(t.UserError, match=f"dropout was {t.Config.dropout}, is 0.5"):
         t.check_same_training(saved, dataclasses.replace(cfg, dropout=0.5), saved["data"])
 
-def test_groups_keep_their_share_of_the_rate_and_their_numbers_when_a_run_continues():
-    """Embeddings would learn a hundred times too fast, or schedule-free optimizers begin again."""
+def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continues():
+    """A group that was built with another lr keeps its ratio to max_lr in every step.
+
+    Numbers that training adds to a group are restored, since schedule-free optimizers need them.
+    """
     def state():
         model, scaler = small(), torch.amp.GradScaler("cpu", enabled=False)
         embeddings, *others = model.parameters()
@@ -242,7 +272,10 @@ def test_groups_keep_their_share_of_the_rate_and_their_numbers_when_a_run_contin
         run.state.load_state_dict(saved)
 
 def muon_state(saved=None, **in_group):
-    """A State of a small model with Muon, whose group has other numbers, as after an edit."""
+    """Return the State of a small model with Muon, restored from `saved` if it is given.
+
+    in_group: numbers that replace those of Muon's group, as after an edit.
+    """
     optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
     optimizers[1].param_groups[0].update(in_group)
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
@@ -251,11 +284,15 @@ def muon_state(saved=None, **in_group):
     return state
 
 def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
-    """A number that training changed continues. Older checkpoints say nothing about it: all do."""
-    def file(state):  # what a checkpoint makes of it
+    """A number that training changed continues, and all others are the numbers in the code.
+
+    Older checkpoints do not tell these apart, so all of their numbers continue.
+    """
+    def file(state):
+        """Return what a checkpoint of the state contains."""
         return copy.deepcopy(t.copy_to_host(state.state_dict(), {})[0])
     state = muon_state(k=0)
-    state.optimizers[1].param_groups[0]["k"] = 7  # as an optimizer that counts its steps
+    state.optimizers[1].param_groups[0]["k"] = 7  # like an optimizer that counts its steps
     for _ in range(2):  # a second restart is like the first
         state = muon_state(file(state), k=0, momentum=0.8)
         group = state.optimizers[1].param_groups[0]
@@ -270,10 +307,10 @@ def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
     assert muon_state(old, momentum=0.5).optimizers[1].param_groups[0]["momentum"] == 0.8
 
 def average_and_running_mean(arrange, attribute):
-    """Attributes of State as people add them: torch's average of weights, a mean, text, lists."""
+    """Add attributes to State: torch's average of weights, a mean, a minimum and a history."""
     @dataclasses.dataclass
     class Mine(arrange.t.State):
-        mean: float = 0.0  # becomes a tensor
+        mean: float = 0.0  # a tensor after the first step
         best: object = None
 
         def __post_init__(self):
@@ -290,11 +327,11 @@ def average_and_running_mean(arrange, attribute):
         state.mean = 0.9 * state.mean + 0.1 * norm
         state.best = norm if state.best is None else torch.minimum(state.best, norm)
         state.history = state.history[-3:] + [("step", state.step)]
-        return loss + 1e-3 * state.mean, norm  # so that the log shows it
+        return loss + 1e-3 * state.mean, norm  # so that the log depends on it
     real, arrange.t.train_step, arrange.t.State = arrange.t.train_step, train_step, Mine
 
 def test_state_saves_whatever_it_holds(folder):
-    """A killed run continues with its tensors, lists and objects as if it had not been killed."""
+    """A killed run continues with all attributes of State as if it had not been killed."""
     def run(name, *steps):
         return Forked(folder / name, max_steps=20, arrange={
             average_and_running_mean: 0, "signal_at": (signal.SIGKILL, *steps)})
@@ -308,7 +345,8 @@ def test_state_saves_whatever_it_holds(folder):
     assert a["average"]["n_averaged"] == 20 and a["history"] == b["history"]
     assert torch.is_tensor(a["mean"]) and torch.equal(a["mean"], b["mean"])
 
-def deque_in_state(arrange, name):
+def unsavable_attribute(arrange, name):
+    """Add an attribute to State that holds a deque (losses), or whose name is reserved (data)."""
     @dataclasses.dataclass
     class Mine(arrange.t.State):
         def __post_init__(self):
@@ -317,14 +355,15 @@ def deque_in_state(arrange, name):
     arrange.t.State = Mine
 
 @pytest.mark.parametrize("name, says", [
-    ("losses", "State.losses holds an object of type deque"), ("data", "State.data has the name of")])
-def test_what_cannot_be_saved_is_reported_before_the_first_step(folder, name, says):
-    run = Forked(folder / f"unsavable {name}", arrange={deque_in_state: name})
+    ("losses", "State.losses holds an object of type deque"),
+    ("data", "State.data has the name of")])
+def test_an_attribute_that_cannot_be_saved_is_reported_before_the_first_step(folder, name, says):
+    run = Forked(folder / f"unsavable {name}", arrange={unsavable_attribute: name})
     assert run.wait() == 1 and not list(run.log_dir.glob("log.txt"))
     one_line(run.err, says)
 
 def as_before(content):
-    """A checkpoint's content as the version of 2026-11-23 wrote it."""
+    """Return a checkpoint's content in the form that the version of 2026-11-23 wrote."""
     old = {name: content[name] for name in ("step", "gpt_config", "encoding", "constants", "data",
                                             "code", "optimizers", "scaler")}
     old["numbers"] = {"step": content["step"], "minutes": content["minutes"]}
@@ -336,7 +375,7 @@ def as_before(content):
     return old
 
 def test_checkpoints_of_an_earlier_version_continue(folder, finished):
-    """They have other names for what they hold, and no count of tokens."""
+    """A run continues from a checkpoint with the former names of entries and no token count."""
     copied = folder / "earlier"
     stopped = Forked(copied, arrange={"signal_at": (signal.SIGTERM, 12)})
     stopped.wait()
@@ -350,7 +389,8 @@ def test_checkpoints_of_an_earlier_version_continue(folder, finished):
     old, new = (t.GPT.from_pretrained(copied / name).state_dict() for name in ("old.pt", LAST))
     assert all(torch.equal(old[name], new[name]) for name in new)
 
-def test_a_constant_that_the_code_lacks_is_a_line(finished):
+def test_weights_with_a_constant_that_the_code_lacks_are_refused(finished):
+    """The message names the constant that GPTConfig lacks."""
     weights = t.read_weights(str(finished / LAST))
     weights.config["width"] = 5
     with pytest.raises(t.UserError, match="was made with the constant width, which GPTConfig in"):
@@ -358,7 +398,10 @@ def test_a_constant_that_the_code_lacks_is_a_line(finished):
 
 @pytest.mark.parametrize("float16", [False, True])
 def test_gradients_are_exact_where_edits_find_them(monkeypatch, float16):
-    """Unscaled, averaged over micro-steps and not yet clipped, in float16, too."""
+    """Edits find the exact gradients of the step's loss in p.grad, also in float16.
+
+    The gradients are unscaled, averaged over micro-steps and not yet clipped.
+    """
     model, cfg = shake(small()), t.Config(T=32, B=4, total_batch_size=512, grad_clip=0.01)
     rows = ids(T=33)
     model(rows[:, :-1], rows[:, 1:])[1].backward()
@@ -377,7 +420,7 @@ def test_gradients_are_exact_where_edits_find_them(monkeypatch, float16):
         torch.testing.assert_close(seen[name], grad, atol=1e-6, rtol=1e-4)
 
 def test_inputs_and_targets_do_not_share_memory():
-    """Noise in the inputs would be in the targets, and a mask of targets in the inputs."""
+    """A change of the inputs in place does not change the targets, and vice versa."""
     loader = t.DataLoaderLite([np.arange(100, dtype=np.uint16)], T=8)
     x, y = loader.batch(0, 2)
     x += 1000
@@ -386,33 +429,39 @@ def test_inputs_and_targets_do_not_share_memory():
     assert x.min() >= 1000
 
 def short_rows(arrange, length):
-    """The first ten steps train on shorter rows."""
+    """Let the first ten steps train on rows of `length` tokens."""
     def read_step(run):
         n = length if run.state.step < 10 else None
         return [(row, x[:, :n], y[:, :n]) for row, x, y in real(run)]
     real, arrange.t.read_step = arrange.t.read_step, read_step
 
 def test_tokens_of_shorter_rows_are_counted(folder):
+    """The token count uses the length of the rows that were trained on."""
     run = succeed(Forked(folder / "short", max_steps=15, arrange={short_rows: 4}))
     expected = 10 * 128 // 4 + 5 * 128
     assert t.read_run(run.log_dir)["result"]["tokens"] == expected
     assert load(run.log_dir / "checkpoint_00015.pt")["tokens"] == expected
 
-def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_named():
-    """It would stay as it began, or move twice; or a step would be lost to NaN."""
+def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_reported():
+    """Each trainable parameter must be in one group, and each parameter must be finite.
+
+    Otherwise it would never change, would be updated twice, or would turn the loss into NaN.
+    """
     model = small()
     gains = [model.transformer.ln_f.weight]
     others = [p for p in model.parameters() if p is not gains[0]]
     for groups, says in (([others], "is in 0 groups"), ([others + gains, gains], "is in 2 groups")):
         with pytest.raises(t.UserError, match=f"transformer.ln_f.weight {says}"):
             t.check_parameters(model, [torch.optim.SGD(group) for group in groups])
-    gains[0].requires_grad_(False)  # a frozen one may be in none
+    gains[0].requires_grad_(False)  # a frozen parameter needs no group
     t.check_parameters(model, [torch.optim.SGD(others)])
-    model.lm_head.bias = torch.nn.Parameter(torch.full((384,), math.nan))  # of torch.empty, say
+    # A parameter made by torch.empty may hold NaN
+    model.lm_head.bias = torch.nn.Parameter(torch.full((384,), math.nan))
     with pytest.raises(t.UserError, match="lm_head.bias is not finite before the first step"):
         t.build_state(model, t.Config(), torch.float32, {})
 
 def frozen_positions(arrange, _):
+    """Freeze the position embedding."""
     def build_model(*args):
         model = real(*args)
         model.transformer.wpe.requires_grad_(False)
@@ -420,7 +469,7 @@ def frozen_positions(arrange, _):
     real, arrange.t.build_model = arrange.t.build_model, build_model
 
 def averaged_weights(arrange, decay):
-    """An exponential moving average, as part one says that it is done."""
+    """Average the weights exponentially, in the way that part one describes."""
     @dataclasses.dataclass
     class Averaged(arrange.t.State):
         def __post_init__(self):
@@ -433,13 +482,13 @@ def averaged_weights(arrange, decay):
         result, trained = real(run), run.state.raw_model.parameters()
         for mean, p in zip(run.state.average.parameters(), trained, strict=True):
             mean.data.lerp_(p.data, 1 - decay)
-        run.state.moved += result[1].item()  # a number of one's own
+        run.state.moved += result[1].item()  # a number that the edit adds to State
         return result
     real, arrange.t.train_step, arrange.t.State = arrange.t.train_step, train_step, Averaged
 
 @pytest.mark.usefixtures("is_gpt2")
-def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_stay(folder):
-    """Also when the run continues. In "val" and hf/ would be the last step's weights."""
+def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_never_change(folder):
+    """The average is used instead of the weights of the last step, also after a restart."""
     def run(name, *steps):
         return succeed(Forked(folder / name, max_steps=20, optimizer="muon", hide=["matplotlib"],
                               arrange={averaged_weights: 0.8, frozen_positions: 0,
@@ -459,8 +508,11 @@ def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_stay(
         assert torch.equal(saved["raw_model"][name], weight) == (".wpe." in name), name
         assert torch.equal(new[name], weight) == (".wpe." in name), name
 
-def test_a_batch_that_grows_is_an_edit_of_rows_before_alone(monkeypatch, tmp_path, capsys):
-    """Rows would be read twice or never, the curve be drawn at other tokens, or some left out."""
+def test_a_growing_batch_needs_an_edit_of_rows_before_only(monkeypatch, tmp_path, capsys):
+    """Each row is read once, and tokens per second and the axis of the plot follow the edit.
+
+    A step whose number of rows does not fit B, or is 0, is reported.
+    """
     warmup = {0: 0, 1: 4, 2: 12, 3: 24}  # the later steps have 16 rows
     monkeypatch.setattr(t, "rows_before", lambda cfg, n: warmup.get(n, 16 * n - 24))
     cfg = t.Config(T=32, B=2, total_batch_size=512, max_steps=6)
@@ -488,7 +540,10 @@ def test_a_batch_that_grows_is_an_edit_of_rows_before_alone(monkeypatch, tmp_pat
         t.train_step(run)
 
 def masked(arrange, _):
-    """Of the row with number n, the first (n % 5) * 4 targets count, as in a chat its answers."""
+    """Count only the first (n % 5) * 4 targets of row n.
+
+    Training on chats masks targets in a similar way, so that only the answers count.
+    """
     def batch(self, row, B, device=torch.device("cpu")):
         x, y = real(self, row, B, device)
         counted = torch.arange(row, row + B, device=device) % 5 * 4
@@ -497,23 +552,29 @@ def masked(arrange, _):
     real, arrange.t.DataLoaderLite.batch = arrange.t.DataLoaderLite.batch, batch
 
 def noisy_gradients(arrange, scale):
+    """Add random noise to the gradients before the optimizers use them."""
     def step_optimizers(state, *args):
         for p in state.raw_model.parameters():
             p.grad += scale * torch.randn_like(p)
         return real(state, *args)
     real, arrange.t.step_optimizers = arrange.t.step_optimizers, step_optimizers
 
-def test_targets_that_do_not_count_and_noise_leave_b_and_processes_a_matter_of_speed(folder):
-    """A mean of means gives a target more weight the fewer are in its batch; some have none. With
-    noise of its own, each process would train another model."""
+def test_masked_targets_and_gradient_noise_do_not_depend_on_b_and_processes(folder):
+    """The loss is the mean over all targets that count, even if a micro-batch has none of them.
+
+    Gradient noise is the same in all processes, so that they train the same model.
+    """
     edits = {masked: 0, noisy_gradients: 0.01}
-    one = succeed(Forked(folder / "masked", B=8, arrange=edits))  # a step in one batch
+    one = succeed(Forked(folder / "masked", B=8, arrange=edits))  # one micro-batch per step
     statuses, runs = together(2, folder / "masked 2", B=1, arrange=edits)
     assert statuses == [0, 0], [run.err for run in runs]
     assert_close_logs(one.log_dir, runs[0].log_dir)
 
-def test_a_loss_that_is_not_the_cross_entropy_is_told(monkeypatch, tmp_path):
-    """Otherwise "val" could not be compared with that of other runs. The result keeps the warning."""
+def test_a_loss_that_is_not_the_cross_entropy_is_reported(monkeypatch, tmp_path):
+    """A warning says that val is not the cross-entropy, unless only training adds the term.
+
+    With such a loss, runs are not comparable, so the result keeps the warning after a restart.
+    """
     def forward(self, idx, targets=None, return_logits=True):
         logits, loss = real(self, idx, targets)
         return logits, loss + (self.training or wrong) * 1e-3 * logits.logsumexp(-1).square().mean()
@@ -533,8 +594,8 @@ def test_a_loss_that_is_not_the_cross_entropy_is_told(monkeypatch, tmp_path):
     assert t.result_of(run)["warnings"] == warning
     folder.close()
 
-def test_a_constant_of_the_model_reaches_it_by_its_name(monkeypatch):
-    """And the seed decides its weights."""
+def test_a_new_model_constant_is_passed_on_by_its_name(monkeypatch):
+    """A constant in both Config and GPTConfig reaches the model. The seed decides the weights."""
     gpt_config = dataclasses.make_dataclass("Wider", [("width", int, 4)], bases=(t.GPTConfig,))
     config = dataclasses.make_dataclass("Config", [("width", int, 3)], bases=(t.Config,),
                                         frozen=True)
@@ -547,10 +608,11 @@ def test_a_constant_of_the_model_reaches_it_by_its_name(monkeypatch):
 
 @pytest.fixture(scope="module")
 def dropped(folder):
+    """Return a finished run with dropout."""
     return succeed(Forked(folder / "dropped", dropout=0.3, sample_every=10, sample_tokens=30))
 
-def test_dropout_killed_and_continued_is_never_killed(folder, dropped):
-    """Each start would draw the masks of step 0 again."""
+def test_a_killed_run_with_dropout_equals_one_that_was_never_killed(folder, dropped):
+    """After a restart, each step draws the dropout masks that it has in an uninterrupted run."""
     words = dict(dropout=0.3, sample_every=10, sample_tokens=30)
     for number, step in ((signal.SIGTERM, 6), (signal.SIGKILL, 23)):
         run = Forked(folder / "dropped 2", arrange={"signal_at": (number, step)}, **words)
@@ -559,8 +621,8 @@ def test_dropout_killed_and_continued_is_never_killed(folder, dropped):
     assert_same_logs(run.log_dir, dropped.log_dir)
     assert_same(load(run.log_dir / LAST), load(dropped.log_dir / LAST))
 
-def test_dropout_is_in_train_step_alone(dropped, finished):
-    """Validation and samples are the whole model's; the noise is new in each micro-step."""
+def test_dropout_is_active_in_train_step_only(dropped, finished):
+    """Validation and samples use no dropout. Each micro-step has its own random seed."""
     with_noise, without = read_log(dropped.log_dir), read_log(finished)
     assert with_noise[0, "val"] == without[0, "val"]
     assert with_noise[0, "train"] != without[0, "train"]
@@ -583,8 +645,8 @@ def test_dropout_is_in_train_step_alone(dropped, finished):
     assert all(training for training, _ in seen) and len(set(seen)) == 10
     assert not run.ddp_model.training
 
-def test_where_gpt2_drops_out(is_gpt2):
-    """After the embedding, in attention, and after both parts of each block."""
+def test_dropout_is_applied_where_gpt2_applies_it(is_gpt2):
+    """Dropout follows the embedding and both parts of each block, and is part of attention."""
     model = small(dropout=0.5).train()
     with mock.patch.object(F, "dropout", wraps=F.dropout) as dropout, mock.patch.object(
             F, "scaled_dot_product_attention", wraps=F.scaled_dot_product_attention) as attention:

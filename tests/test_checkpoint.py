@@ -1,4 +1,8 @@
-"""Checkpoints, resuming, full disks, signals, kills: real ones, a hundred with GPT2_SOAK=100."""
+"""Tests of checkpoints: resuming, full disks, signals and kills.
+
+The tests kill real processes. With GPT2_SOAK=100 in the environment, the tests of random moments
+kill each run a hundred times instead of four times.
+"""
 import dataclasses
 import inspect
 import io
@@ -30,7 +34,10 @@ LONG = dict(max_steps=20_000, eval_every=50, max_lr=3e-3)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """A folder with the text that all train on; on PYTHONPATH it hides what takes seconds."""
+    """Return a folder with the text that all runs train on.
+
+    A script in this folder cannot import matplotlib and transformers, which would take seconds.
+    """
     folder = tmp_path_factory.mktemp("checkpoint")
     write_text(folder)
     for name in ("matplotlib", "transformers"):
@@ -39,35 +46,39 @@ def place(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def reference(place):
-    """Folder of a run never stopped. Not to be changed."""
+    """Return the folder of a run that was never stopped. Tests must not change it."""
     return succeed(Forked(place / "reference")).log_dir
 
 @pytest.fixture(scope="module")
 def halfway(place):
-    """halfway(name) -> a copy of a run that a SIGTERM in step 12 stopped: checkpoints 10, 13."""
+    """Return a function that copies a run to place / name and returns the copy.
+
+    The run was stopped by a SIGTERM in step 12. It has the checkpoints of steps 10 and 13.
+    """
     run = succeed(Forked(place / "stopped", arrange={"signal_at": (signal.SIGTERM, 12)}))
     return lambda name: shutil.copytree(run.log_dir, place / name)
 
 def assert_same_run(folder, reference, last=LAST):
-    """The same log, but for times, and the same last checkpoint as the run never stopped."""
+    """Assert that a run has the log (without times) and the last checkpoint of `reference`."""
     assert_same_logs(folder, reference)
     assert_same(load(folder / last), load(reference / last))
 
 def assert_all_whole(folder):
-    """No file under a checkpoint's name is half written."""
+    """Assert that every checkpoint in a folder can be read."""
     for path in folder.glob("*.pt"):
         t.read_checkpoint(path)
 
 def names(folder):
+    """Return the names of the checkpoints in a folder, sorted."""
     return sorted(path.name for path in folder.glob("*.pt"))
 
 def snapshot(folder):
-    """{name: content} of the files in a folder."""
+    """Return {name: content} of the files in a folder."""
     return {path.name: path.read_bytes() for path in folder.iterdir()
             if path.is_file() and path.name != ".lock"}
 
 def nth_call(owner, name, n, act):
-    """From now on, the nth call of owner.name does act(its arguments) first."""
+    """Make the nth call of owner.name, counted from now on, call act with its arguments first."""
     real, numbers = getattr(owner, name), itertools.count(1)
 
     def counted(*args, **kwargs):
@@ -80,13 +91,16 @@ KILLS = int(os.environ.get("GPT2_SOAK", 4))
 
 @pytest.mark.parametrize("optimizer, dtype", [("adamw", "float32"), ("muon", "bfloat16")])
 def test_killed_at_random_moments(place, optimizer, dtype):
-    """Killed at any moment and started again is not the same as never killed."""
+    """A run that is killed at random moments and restarted equals a run that was never killed.
+
+    After each kill, every checkpoint can be read.
+    """
     words = dict(optimizer=optimizer, dtype=dtype, max_steps=30 * KILLS)
     whole = succeed(Forked(place / f"whole_{optimizer}", **words))
     rng, folder = random.Random(0), place / f"killed_{optimizer}"
     for _ in range(KILLS):
         run = Forked(folder, arrange={"slow": 0.02}, **words)
-        seen = rng.randint(1, 9)  # steps, then it may be anywhere
+        seen = rng.randint(1, 9)  # steps to wait for; the run may be anywhere when it is killed
         until(lambda: run.out.count(" train ") > seen and names(folder), run=run)  # noqa: B023
         run.process.kill()
         run.wait()
@@ -96,25 +110,36 @@ def test_killed_at_random_moments(place, optimizer, dtype):
     assert_same_run(folder, whole.log_dir, f"checkpoint_{30 * KILLS:05d}.pt")
 
 def kill(arrange, call, n):
-    """Die at the nth such call of os; Python 3.10's Path has its own os.unlink."""
+    """Kill the process at the nth call of this function of os.
+
+    For unlink, calls of Path.unlink are counted: in Python 3.10 it does not look up os.unlink.
+    """
     owner = Path if call == "unlink" else os
     nth_call(owner, call, n, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 @pytest.mark.parametrize("call, last", [("fsync", 9), ("replace", 5), ("unlink", 8)])
 def test_killed_inside_a_save(place, reference, call, last):
-    """A save cut off anywhere spoils a checkpoint or leaves half of one for good."""
+    """Checkpoints remain readable if the run is killed at any system call of a save.
+
+    The next start removes the partial file that the killed save left, and continues the run.
+    """
     rng, folder = random.Random(call), place / f"inside_{call}"
     for n in (rng.randint(2, last), rng.randint(1, 3), 1):
         assert Forked(folder, arrange={kill: (call, n)}).wait() == -signal.SIGKILL
         assert_all_whole(folder)
-    (folder / "checkpoint_00007.pt.part").touch()  # of a save whose step does not come again
+    # Left by a killed save of step 7, which later starts do not save again
+    (folder / "checkpoint_00007.pt.part").touch()
     succeed(Forked(folder))
     assert not list(folder.glob("*.part"))
     assert_same_run(folder, reference)
 
 def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
-    """It changes what is saved; the embedding, which is the output, too, is there twice; or each
-    save asks for new memory, while the one before it is still written."""
+    """A save copies the weights, so later steps do not change what is written.
+
+    A tensor that occurs twice, such as the tied embedding, is copied once. The next save waits
+    until the previous one is written, and then copies into the same memory. log.txt is synced
+    before the weights are copied.
+    """
     folder, weight = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data"), torch.zeros(3)
     copy, buffers = t.copy_to_host({"model": [weight, weight], "step": 5}, {})
     weight += 1
@@ -130,9 +155,11 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     calls = [name for name, *_ in seen.mock_calls if "__" not in name]
     assert calls == ["saving.result", "log.fileno", "fsync", "copy", "thread.submit"]
 
-def test_a_checkpoint_is_verified_before_it_has_its_name(tmp_path, capsys):
-    """Or the good ones before it go, and one that cannot be read stays. The thread that saves
-    starts no threads of OpenMP, which would slow training."""
+def test_a_checkpoint_is_verified_before_it_is_renamed(tmp_path, capsys):
+    """If a new checkpoint cannot be read back, a line says so, and earlier ones are kept.
+
+    The thread that saves starts no OpenMP threads, since they would slow training down.
+    """
     for step in (5, 8, 10):
         (tmp_path / f"checkpoint_{step:05d}.pt").touch()
     before, folder = names(tmp_path), t.RunFolder(t.Config(log_dir=str(tmp_path)), "data")
@@ -141,7 +168,7 @@ def test_a_checkpoint_is_verified_before_it_has_its_name(tmp_path, capsys):
         folder.write_checkpoint(content)
     assert names(tmp_path) == before and folder.safe_step != 15
     assert "NOT SAVED at step 15" in capsys.readouterr().out
-    threads = set(Path("/proc/self/task").glob("*"))  # none but on Linux
+    threads = set(Path("/proc/self/task").glob("*"))  # empty except on Linux
     folder.thread.submit(folder.write_checkpoint, content).result()
     assert len(set(Path("/proc/self/task").glob("*")) - threads) <= 1
     folder.thread.shutdown()
@@ -149,7 +176,7 @@ def test_a_checkpoint_is_verified_before_it_has_its_name(tmp_path, capsys):
     assert names(tmp_path) == ["checkpoint_00010.pt", "checkpoint_00015.pt"]
 
 def test_a_checkpoint_made_on_a_gpu_is_read_without_one(reference, tmp_path, monkeypatch):
-    """Reading asks for the GPU that the tensors were on."""
+    """A checkpoint with tensors from a GPU can be read on a machine that lacks this GPU."""
     content = load(reference / LAST)
     monkeypatch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:7")
     torch.save(content, tmp_path / "gpu.pt")
@@ -157,7 +184,10 @@ def test_a_checkpoint_made_on_a_gpu_is_read_without_one(reference, tmp_path, mon
 
 @pytest.mark.parametrize("first, second", [("SIGTERM", "SIGINT"), ("SIGINT", "SIGTERM")])
 def test_signals_in_the_first_a_middle_and_the_last_step(place, reference, first, second):
-    """A signal loses the step in progress, or the run does not continue after it."""
+    """After a signal, the run completes and saves the step in progress, and then it stops.
+
+    The same command continues it.
+    """
     folder = place / f"signal_{first}"
     for name, step in ((first, 0), (second, 14), (first, STEPS - 1)):
         run = succeed(Forked(folder, arrange={"signal_at": (getattr(signal, name), step)}))
@@ -169,7 +199,10 @@ def test_signals_in_the_first_a_middle_and_the_last_step(place, reference, first
     assert_same_run(folder, reference)
 
 def test_a_second_ctrl_c_ends_at_once(halfway, reference):
-    """A step or a save may take minutes, or never end. SIGTERM is no impatience."""
+    """A second Ctrl-C ends the process without waiting for the step and its save.
+
+    A step may take minutes or never end. A second SIGTERM changes nothing.
+    """
     folder = halfway("impatient")
     run = Forked(folder, arrange={"signal_at": (signal.SIGINT, 16, 16)})
     assert run.wait() == 130 and not run.err and (16, "train") not in read_log(folder)
@@ -181,18 +214,21 @@ def test_a_second_ctrl_c_ends_at_once(halfway, reference):
 
 EXIT = """
 import os, subprocess, sys, time
-sys.modules["transformers"] = None  # takes seconds
+sys.modules["transformers"] = None  # importing it would take seconds
 import train_gpt2 as t
 t.main()
-end, names = time.time() + 10, "gloo"  # a joined thread can stand there a moment longer
+end, names = time.time() + 10, "gloo"  # a joined thread may be listed a little longer
 while "gloo" in names and time.time() < end:
     names = subprocess.getoutput(f"cat /proc/{os.getpid()}/task/*/comm")
 print(f"threads of gloo: {'gloo' in names}", flush=True)
 """
 
 def test_under_torchrun(place):
-    """--max-restarts begins at step 0; SIGTERM loses steps; threads outlive main(), and would
-    abort one exit in many."""
+    """A restart by torchrun (--max-restarts) continues from the last checkpoint.
+
+    SIGTERM saves the step in progress and stops the run without an error. When main() returns, no
+    thread of gloo is left: such a thread sometimes makes Python abort at its exit.
+    """
     need_gpus(2)
     folder, out = place / "torchrun", place / "torchrun.out"
     (place / "exit.py").write_text(start_simulation() + EXIT)
@@ -206,7 +242,7 @@ def test_under_torchrun(place):
     def wait_for(condition):
         until(lambda: job.poll() is not None or condition())
     try:
-        wait_for(lambda: names(folder)[1:])  # one of a step after 0
+        wait_for(lambda: names(folder)[1:])  # the checkpoint of step 0 and a later one
         workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
         os.kill(int(workers[-1]), signal.SIGKILL)
         wait_for(lambda: out.read_text().count(", from step ") == 2)
@@ -220,17 +256,23 @@ def test_under_torchrun(place):
     assert f"saved {folder}/checkpoint_{step:05d}.pt" in said
     assert f"Stopped by a signal after {step} steps" in said
     assert said.count("threads of gloo: False") == 2, said
-    assert "exitcode" not in said  # with which torchrun lists failed workers
+    assert "exitcode" not in said  # torchrun prints this word for workers that failed
 
 def again_in(arrange, name, number):
-    """The signal comes once more when that function is called. Only rank 0 sees checkpoints."""
+    """Send the signal once more when this function is first called.
+
+    In addition, let only rank 0 find checkpoints, which can happen on a shared disk.
+    """
     nth_call(arrange.t, name, 1, lambda *_: os.kill(os.getpid(), number))
     if arrange.t.rank():
         arrange.t.newest_checkpoint = lambda folder: None
 
 def test_a_signal_to_one_of_two_processes(halfway, reference):
-    """Ranks decide differently, and wait for each other; a second signal loses what is unsaved;
-    or a run does not go on with other numbers of processes and rows."""
+    """A signal to one process stops all processes after the same step.
+
+    Another signal during the last save loses nothing. Rank 0 decides which checkpoint all processes
+    load. The run can be continued with another number of processes and another B.
+    """
     folder = halfway("alone and together")
     arrange = {"signal_on_rank": (1, signal.SIGINT, 20), again_in: ("finish", signal.SIGINT)}
     statuses, runs = together(2, folder, B=2, arrange=arrange)
@@ -241,7 +283,7 @@ def test_a_signal_to_one_of_two_processes(halfway, reference):
     assert_close_logs(folder, reference)
 
 class Bomb:
-    """Unpickled by a careless reader, it makes a folder."""
+    """An object that creates a folder when it is unpickled without weights_only=True."""
 
     def __init__(self, marker):
         self.marker = marker
@@ -249,14 +291,18 @@ class Bomb:
     def __reduce__(self):
         return os.mkdir, (str(self.marker),)
 
-def test_the_one_before_a_damaged_checkpoint_is_used(halfway, reference, tmp_path, capfd):
-    """Damage goes unnoticed, code in it is run, or the run, or its log, does not go on there."""
+def test_the_checkpoint_before_a_damaged_one_is_used(halfway, reference, tmp_path, capfd):
+    """If the newest checkpoint is damaged or contains code, the run continues from the one before.
+
+    One line names the damaged file. The code in it is not run. Lines of log.txt from steps that are
+    repeated are replaced.
+    """
     folder, marker, bomb = halfway("damaged"), tmp_path / "the bomb went off", io.BytesIO()
     newest = folder / "checkpoint_00013.pt"
     content = newest.read_bytes()
     torch.save(load(newest) | {"raw_model": Bomb(marker)}, bomb)
     table = load(newest)["raw_model"]["transformer.wte.weight"].numpy().tobytes()
-    flipped = content.replace(table, table[:-1] + bytes([table[-1] ^ 1]))  # a bit of a weight
+    flipped = content.replace(table, table[:-1] + bytes([table[-1] ^ 1]))  # one bit of a weight
     for damaged in (b"", bytes(len(content)), content[:-100], pickle.dumps(Bomb(marker)),
                     bomb.getvalue(), flipped):
         newest.write_bytes(damaged)
@@ -270,22 +316,26 @@ def test_the_one_before_a_damaged_checkpoint_is_used(halfway, reference, tmp_pat
     assert f"{newest} cannot be read" in run.out and ", from step 10 on" in run.out
     assert_same_run(folder, reference)
     torch.load(io.BytesIO(bomb.getvalue()), weights_only=False)
-    assert marker.exists()  # in careless hands it does go off
+    assert marker.exists()  # without weights_only=True the code is run
 
-def test_the_newest_two_stay_and_those_of_keep_every(halfway, reference):
-    """What was to stay goes, or the disk fills up. One that cannot be deleted, a folder, stays."""
+def test_the_two_newest_checkpoints_and_one_every_keep_every_are_kept(halfway, reference):
+    """Other checkpoints are deleted. One that cannot be deleted (here a folder) does no harm."""
     folder = halfway("kept")
     (folder / "checkpoint_00001.pt").mkdir()
     run = succeed(Forked(folder, keep_every=10, save_every=3))
     assert names(folder) == [f"checkpoint_{step:05d}.pt" for step in (1, 10, 20, 27, 30)]
     assert "NOT SAVED" not in run.out
     assert_same_run(folder, reference)
-    for name in ("99500", "100000", "99750_backup", "best"):  # six digits sort before five as text
+    for name in ("99500", "100000", "99750_backup", "best"):  # as text, 100000 sorts before 99500
         (folder / f"checkpoint_{name}.pt").touch()
     assert list(t.find_checkpoints(folder)) == [100000, 99500, 30, 27, 20, 10, 1]
 
-def test_disk_full_to_the_end(place, reference):
-    """A full disk ends training, goes unsaid, or costs what was saved, or it cannot go on later."""
+def test_a_disk_that_is_full_until_the_end(place, reference):
+    """Training goes on when the disk is full, and a line reports each save that fails.
+
+    Earlier checkpoints are kept. The run ends with an error, because its last step is not saved.
+    When there is space again, the same command completes the run.
+    """
     run = Forked(place / "full", arrange={"signal_at": (signal.SIGSTOP, 12)})
     run.wait_for_stop()
     resource.prlimit(run.pid, resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY))
@@ -300,7 +350,10 @@ def test_disk_full_to_the_end(place, reference):
     assert_same_run(run.log_dir, reference)
 
 def clock(arrange, *seconds):
-    """Let each step take so many seconds, by rank. Only steps move this clock, whoever reads it."""
+    """Replace perf_counter by a clock that only training steps advance.
+
+    seconds: the time that a step takes on each rank.
+    """
     now, real = [0.0], arrange.t.train_step
 
     def train_step(run):
@@ -308,14 +361,18 @@ def clock(arrange, *seconds):
         return real(run)
     arrange.t.train_step, arrange.t.time.perf_counter = train_step, lambda: now[0]
 
-def test_minutes_are_steps_that_leave_no_trace(place, reference):
-    """The steps that were timed would count twice, or each start of a run make it another one."""
+def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
+    """A run with `minutes` equals a run with the max_steps that the trial steps led to.
+
+    A restart keeps this max_steps, even if steps have become slower. Other minutes are refused, but
+    a larger max_steps is allowed. Several processes agree on the number of steps.
+    """
     words = dict(minutes=STEPS * 0.5 / 60, max_steps=7)
     stop = {"signal_at": (signal.SIGTERM, 22)}
     run = succeed(Forked(place / "minutes", arrange={clock: 0.5} | stop, **words))
     stopped = load(run.log_dir / "checkpoint_00023.pt")
     assert (stopped["step"], stopped["tokens"]) == (23, 23 * 128)
-    assert stopped["minutes"] == pytest.approx(22 * 0.5 / 60)  # without the first
+    assert stopped["minutes"] == pytest.approx(22 * 0.5 / 60)  # the first step does not count
     assert f"{STEPS} steps fit into 0.25 minutes. " in run.out
     assert f"use --max_steps={STEPS}\n" in run.out
     succeed(Forked(run.log_dir, arrange={clock: 99.0}, **words))
@@ -333,13 +390,16 @@ def test_minutes_are_steps_that_leave_no_trace(place, reference):
     assert_close_logs(runs[0].log_dir, reference)
 
 def other(constant):
-    """Another value than any run's here."""
-    if constant.name == "max_steps":  # may grow
+    """Return a value of a constant that no run in this file uses."""
+    if constant.name == "max_steps":  # a larger value would be allowed
         return STEPS - 1
     return constant.default + ("x" if isinstance(constant.default, str) else 1)
 
-def test_every_other_constant_is_refused_with_both_values(reference):
-    """One that shapes training changes amid a run without a word, or one of speed may not."""
+def test_a_changed_constant_is_refused_with_both_values(reference):
+    """Constants that affect training cannot change when a run continues; max_steps may grow.
+
+    The message names the old and the new value. The constants in FREE_TO_CHANGE may change.
+    """
     saved = load(reference / LAST)
     cfg, data = t.Config(**saved["constants"]), saved["data"]
     constants = {field.name: field for field in dataclasses.fields(t.Config)}
@@ -354,14 +414,17 @@ def test_every_other_constant_is_refused_with_both_values(reference):
         assert f"{name} was {getattr(cfg, name)!r}, is {value!r}" in str(e.value)
         assert str(e.value).count(" was ") == 1 and "--log_dir" in str(e.value)
     t.check_same_training(saved, dataclasses.replace(cfg, max_steps=40), data)
-    saved["step"] = 20  # a run that was to be 30 steps long cannot be made shorter
+    saved["step"] = 20  # max_steps cannot become smaller, even before the run reaches it
     with pytest.raises(t.UserError, match="max_steps was 30, is 29"):
         t.check_same_training(saved, dataclasses.replace(cfg, max_steps=29), data)
     with pytest.raises(t.UserError, match=f"data was '{re.escape(data)}', is 'another'"):
         t.check_same_training(saved, cfg, "another")
 
 def test_a_refused_start_changes_nothing(halfway):
-    """Other constants, or no whole checkpoint, cost the log and the checkpoints that are there."""
+    """If a start is refused, the log and the checkpoints keep their contents.
+
+    The reasons tested are changed constants, and a folder in which every checkpoint is damaged.
+    """
     folder = halfway("refused")
     before = snapshot(folder)
     run = Forked(folder, max_lr=0.5, seed=7)
@@ -377,10 +440,15 @@ def test_a_refused_start_changes_nothing(halfway):
     assert snapshot(folder) == before
 
 def rise_after(arrange, step):
+    """Replace the validation loss by one that is lowest at `step`."""
     arrange.t.validation_loss = lambda run, _: 1 + abs(run.state.step - step) / 10
 
-def test_where_validation_rises_the_best_weights_stay_and_are_exported(place, is_gpt2, capfd):
-    """Weights that are tuned on a small text are at their best long before the last step."""
+def test_the_best_weights_are_kept_and_exported_if_validation_rises(place, is_gpt2, capfd):
+    """The checkpoint with the lowest validation loss is kept and exported, not the last one.
+
+    When weights are fine-tuned on a small text, they are best long before the last step. If the
+    best checkpoint is damaged, a line says so, and the newest one is used.
+    """
     run = succeed(Forked(place / "rises", arrange={rise_after: 10}, hide=["matplotlib"]))
     folder, best = run.log_dir, run.log_dir / "checkpoint_00010.pt"
     assert names(folder) == [best.name, "checkpoint_00025.pt", LAST]
@@ -391,24 +459,27 @@ def test_where_validation_rises_the_best_weights_stay_and_are_exported(place, is
     torch.testing.assert_close(exported, dict(load(best)["eval_model"]), rtol=0, atol=0)
     assert t.best_checkpoint(folder) == best
     (folder / "log.txt").write_text("10 val 1.0\n20 val 0.5\n25 val 0.9\n30 val 0.8\n")
-    assert t.best_checkpoint(folder) == folder / LAST  # of step 20 there is none
+    assert t.best_checkpoint(folder) == folder / LAST  # step 20 has no checkpoint
     newest = (folder / LAST).rename(folder / "checkpoint_00032.pt")
-    assert t.best_checkpoint(folder) == newest  # not validated, but validation still falls
+    assert t.best_checkpoint(folder) == newest  # not validated, but the loss was falling
     (folder / "log.txt").write_text("10 val 1.0\n25 val 1.5\n")
     assert t.best_checkpoint(folder) == best
     best.write_bytes(best.read_bytes()[:-100])
-    assert t.best_checkpoint(folder) == newest  # the best is damaged, and a line says so
+    assert t.best_checkpoint(folder) == newest  # the best one is damaged
     said = capfd.readouterr().out
     assert f"{best} cannot be read" in said and "Using the newest one instead" in said
 
 def leave_at(arrange, step):
-    """An edit of the loop, say by a clock or a metric."""
+    """Edit the loop in train() so that it ends before this step, as a `break` would end it."""
     source = inspect.getsource(arrange.t.train)
     exec(source.replace("step >= cfg.max_steps:", f"step >= {step}:"), vars(arrange.t))
 
-def test_a_loop_that_is_left_early_is_a_run(place, reference):
-    """Its result would be of another step, or not saved, or look like the end of the training; or
-    older weights are exported, where the last save takes long."""
+def test_a_run_that_ends_by_a_break_is_validated_saved_and_continued(place, reference):
+    """If an edit of train() ends a run before max_steps, its last step is validated and saved.
+
+    The export waits for the save. The last lines say that the run ended early, and the same command
+    continues it.
+    """
     run = succeed(Forked(place / "left", arrange={leave_at: 7, "slow_saves": 0.3}))
     assert (7, "val") in read_log(run.log_dir) and "\n    7/30 val " in run.out
     saved = run.out.index(f"saved {run.log_dir}/checkpoint_00007.pt")
@@ -417,7 +488,7 @@ def test_a_loop_that_is_left_early_is_a_run(place, reference):
     assert_same_run(run.log_dir, reference)
 
 def test_a_finished_run_evaluates_and_exports_again(place, reference, is_gpt2):
-    """The command of a finished run does nothing, or changes what is there."""
+    """Starting a finished run again changes no file except run.json."""
     folder = shutil.copytree(reference, place / "finished")
     before = snapshot(folder)
     run = succeed(Forked(folder, sample_every=10, sample_tokens=5, hide=["matplotlib"]))
@@ -426,8 +497,8 @@ def test_a_finished_run_evaluates_and_exports_again(place, reference, is_gpt2):
         assert said in run.out, said
     assert snapshot(folder) | {"run.json": before["run.json"]} == before
 
-def test_another_runs_log_and_export_are_renamed(tmp_path):
-    """Where somebody moved the checkpoints away, a new run overwrites the old one's results."""
+def test_log_and_export_of_another_run_are_renamed(tmp_path):
+    """A new run overwrites nothing if somebody moved the checkpoints of an old run away."""
     (tmp_path / "hf").mkdir()
     for old in (tmp_path / "hf" / "model.safetensors", tmp_path / "log.txt"):
         old.write_text("0 train 10.0\n")
@@ -439,7 +510,7 @@ def test_another_runs_log_and_export_are_renamed(tmp_path):
     assert (tmp_path / "log.txt").read_text() == "" and not (tmp_path / "hf").exists()
 
 def test_the_export_of_a_run_that_continues_is_renamed(tmp_path):
-    """hf/ never holds older weights than the run. That of a finished run keeps its name."""
+    """The folder hf never holds older weights than the run. A finished run keeps its export."""
     for step, renamed in ((20, True), (30, False)):
         log_dir = tmp_path / str(step)
         (log_dir / "hf").mkdir(parents=True)
@@ -449,11 +520,11 @@ def test_the_export_of_a_run_that_continues_is_renamed(tmp_path):
         assert (log_dir / "hf").exists() != renamed
         assert len([*log_dir.glob("hf_before_*")]) == renamed
 
-def test_the_second_of_two_runs_refuses(place, reference):
-    """Two runs write the same files."""
+def test_a_second_run_in_the_same_folder_is_refused(place, reference):
+    """The second run changes no file of the first one, which goes on undisturbed."""
     first = Forked(place / "two", arrange={"signal_at": (signal.SIGSTOP, 2)})
     first.wait_for_stop()
-    (place / "two" / "run.json.part").touch()  # the first one may be amid a save
+    (place / "two" / "run.json.part").touch()  # as if the first run were saving
     second = Forked(place / "two")
     assert second.wait() == 1 and (place / "two" / "run.json.part").exists()
     one_line(second.err, "Another run", place / "two")

@@ -1,4 +1,4 @@
-"""Weights in from Hugging Face, models out to it, text out of a model."""
+"""Tests of loading Hugging Face weights, exporting models to Hugging Face, and sampling."""
 import dataclasses
 import json
 import os
@@ -22,11 +22,13 @@ ODD_TEXT = ("Don't , stop . it's  \n\n\t \r\n naïve e\u0301 ﬁ 日本語 🙂�
             "\ufeff\xa0\x85 \x00\x07\x1b[0m ١٢٣ ²½Ⅷ ſİ 'LL we'Ll 1234567 !?.. " + "x" * 300)
 
 def hf_model(**constants):
+    """Return a small GPT-2 of transformers with random weights."""
     defaults = dict(vocab_size=257, n_positions=32, n_layer=2, n_head=2, n_embd=16)
     config = transformers.GPT2Config(**defaults | constants, bos_token_id=0, eos_token_id=0)
     return shake(transformers.GPT2LMHeadModel(config)).eval()
 
 def our_model(n_vocab=257, block_size=32):
+    """Return a small GPT of ours with random weights. The rows of its padding are zero."""
     model = shake(t.GPT(t.GPTConfig(block_size=block_size, vocab_size=t.padded(n_vocab), n_layer=2,
                                     n_head=2, n_embd=16, n_vocab=n_vocab)))
     model.lm_head.weight.data[n_vocab:] = 0
@@ -34,9 +36,10 @@ def our_model(n_vocab=257, block_size=32):
 
 @torch.no_grad()
 def assert_same_logits(ours, theirs):
+    """Assert that our model and one of transformers return the same logits to 1e-5."""
     a, b = ours(ids())[0], theirs(ids()).logits
     assert a.shape == b.shape == (4, 32, theirs.config.vocab_size)
-    assert b.std() > 0.1  # else 1e-5 would prove nothing
+    assert b.std() > 0.1  # otherwise 1e-5 would prove nothing
     torch.testing.assert_close(a, b, atol=1e-5, rtol=0)
 
 def assert_same_weights(a, b):
@@ -45,8 +48,11 @@ def assert_same_weights(a, b):
 
 @pytest.mark.parametrize("n_layer, n_head, n_vocab, dtype", [
     (12, 12, 257, torch.float32), (48, 25, 257, torch.bfloat16), (1, 8, 50257, torch.float32)])
-def test_loads_every_shape(n_layer, n_head, n_vocab, dtype, tmp_path, request):
-    """The layers and heads of GPT-2 (124M) and XL; half precision; GPT-2's tokens."""
+def test_weights_of_every_shape_are_loaded(n_layer, n_head, n_vocab, dtype, tmp_path, request):
+    """Loaded models have the logits of transformers' model and are always in float32.
+
+    The cases have the layers and heads of GPT-2 (124M) and XL, half precision, and GPT-2's tokens.
+    """
     if n_vocab == 50257:
         request.getfixturevalue("gpt2_encoding")
     hf = hf_model(n_layer=n_layer, n_head=n_head, n_embd=2 * n_head, vocab_size=n_vocab).to(dtype)
@@ -59,8 +65,11 @@ def test_loads_every_shape(n_layer, n_head, n_vocab, dtype, tmp_path, request):
     assert not model.lm_head.weight[n_vocab:].any()
     assert_same_logits(model, hf.float())
 
-def test_loads_the_form_of_openais_own_checkpoint(tmp_path):
-    """On the hub, gpt2's names lack "transformer.", it has attention masks and no lm_head."""
+def test_weights_in_the_form_of_the_hub_are_loaded(tmp_path):
+    """A model is loaded from a file like that of GPT-2 on the hub.
+
+    This file has no lm_head and no "transformer." in its names, and it contains attention masks.
+    """
     hf = hf_model()
     hf.save_pretrained(tmp_path)
     weights = safetensors.load_file(tmp_path / "model.safetensors")
@@ -71,15 +80,21 @@ def test_loads_the_form_of_openais_own_checkpoint(tmp_path):
 
 @pytest.fixture(params=("bytes", "gpt2", "p50k_base", "cl100k_base"))
 def encoding(request):
+    """Return each of these encodings, or skip the test if one is not available offline."""
     try:
-        t.encoding_parts(request.param)  # which the export reads, too
+        t.encoding_parts(request.param)  # the export needs them, too
         return t.get_encoding(request.param)
     except (OSError, ValueError, t.UserError) as e:
-        pytest.skip(f"{request.param} is not at hand ({type(e).__name__})")
+        pytest.skip(f"the encoding {request.param} is not available ({type(e).__name__})")
 
-@pytest.mark.parametrize("encoding", ["bytes", "p50k_base"], indirect=True)  # not its last id
-def test_exported_folder_just_works(encoding, tmp_path):
-    """For AutoModel, for us, and in a pipeline, whose default of 256 tokens is too many."""
+# The end of a text is the last id of bytes, but not of p50k_base
+@pytest.mark.parametrize("encoding", ["bytes", "p50k_base"], indirect=True)
+def test_an_exported_folder_can_be_loaded_and_used(encoding, tmp_path):
+    """AutoModel, our own code and a pipeline can use it, with the same logits and weights.
+
+    A pipeline without max_new_tokens stops at the end of the context. Its default of 256 tokens
+    would be too many.
+    """
     model = our_model(encoding.n_vocab, block_size=64)
     t.save_hugging_face(model, tmp_path, encoding)
     assert_same_weights(t.GPT.from_pretrained(str(tmp_path)), model)
@@ -91,11 +106,12 @@ def test_exported_folder_just_works(encoding, tmp_path):
     pipe = transformers.pipeline("text-generation", model=str(tmp_path))
     made = pipe("To be", max_new_tokens=6, do_sample=False, return_tensors=True)
     expected = model.generate(torch.tensor([encoding.encode("To be")]), 6, temperature=0)
-    n = len(made[0]["generated_token_ids"])  # fewer where it ended the text
+    n = len(made[0]["generated_token_ids"])  # fewer if the model ended the text
     assert list(made[0]["generated_token_ids"]) == expected[0].tolist()[:n]
     assert pipe("To be")[0]["generated_text"].startswith("To be")
 
-def test_tokenizer_equals_tiktokens(encoding, tmp_path):
+def test_the_exported_tokenizer_equals_tiktokens(encoding, tmp_path):
+    """The ids of odd texts, special tokens and plays are the same, and decoding restores a text."""
     t.hugging_face_tokenizer(encoding, 32).save_pretrained(tmp_path)
     transformers.GPT2Config(n_layer=1).save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -112,7 +128,10 @@ def test_tokenizer_equals_tiktokens(encoding, tmp_path):
         assert tokenizer.decode(tokens, skip_special_tokens=True) == text
 
 def forked(cwd, **changes):
-    """A run in the folder cwd, which logs into its log/. Weights decide the shape, epochs steps."""
+    """Start a run in the folder cwd, with log_dir=log.
+
+    Weights decide the model's shape and encoding, and epochs decide the number of steps.
+    """
     constants = dict(data="text.txt", log_dir="log", T=32, total_batch_size=256, epochs=0.02,
                      save_every=1, eval_every=2, sample_every=4, val_tokens=2048)
     with mock.patch.dict(TINY):
@@ -122,7 +141,7 @@ def forked(cwd, **changes):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """A run that began from a Hugging Face folder, with the model it began from."""
+    """Return a finished run that started from a Hugging Face folder, and that model as run.hf."""
     folder = tmp_path_factory.mktemp("run")
     write_text(folder)
     hf = hf_model(n_positions=48)
@@ -132,8 +151,11 @@ def trained(tmp_path_factory):
     run.folder, run.hf = folder, hf
     return run
 
-def test_trains_from_a_folder(trained):
-    """The first validation sees that model's loss; the end exports the last checkpoint."""
+def test_a_run_starts_from_a_hugging_face_folder(trained):
+    """The first validation loss is that of the given model. The last checkpoint is exported.
+
+    When the run continues, it no longer needs the folder that it started from.
+    """
     cfg = t.Config(data=f"{trained.folder}/text.txt", T=32)
     x, y = t.open_data(cfg, t.get_encoding("bytes"))[1].batch(0, 64)
     with torch.no_grad():
@@ -145,16 +167,19 @@ def test_trains_from_a_folder(trained):
     assert not torch.equal(last.transformer.ln_f.bias, trained.hf.transformer.ln_f.bias)
     assert_same_weights(t.load_hugging_face(trained.folder / "log" / "hf"), last)
     given = {"data": f"{trained.folder}/text.txt", "log_dir": f"{trained.folder}/log"}
-    assert t.resolve_config(given | {"init_from": "gone"})[0].n_embd == 16  # it needs no start/
+    assert t.resolve_config(given | {"init_from": "gone"})[0].n_embd == 16  # from log/
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained.folder / "log" / "hf")
-    assert tokenizer("Grüße")["input_ids"] == [*"Grüße".encode()]  # it loads without files, too
+    assert tokenizer("Grüße")["input_ids"] == [*"Grüße".encode()]  # the folder is complete
     for words in ("FINETUNE", "init_from=start", "4 steps of 256 tokens, 0.02 epochs",
                   "exported log/checkpoint_00004.pt to log/hf/", "sample at step 4 ---\nGrüße"):
         assert words in trained.out
     assert "//" not in trained.out
 
-def test_samples_of_the_newest_weights(trained):
-    """No data, no lock, whose they are and the texts on stdout; the same seed is the same text."""
+def test_samples_are_those_of_the_newest_weights(trained):
+    """Sampling needs no data, writes no file, and says where the weights are from.
+
+    The same settings give the same texts. Another seed, temperature or top_k gives others.
+    """
     def sampled(name="log/checkpoint_00004.pt", **changes):
         run = forked(trained.folder, **dict(data="nowhere", sample=2, sample_prompt="Oh") | changes)
         assert run.wait() == 0, run.err
@@ -175,18 +200,22 @@ def test_samples_of_the_newest_weights(trained):
     assert not (trained.folder / "none").exists()
     assert sampled(sample_prompt="").startswith("<|endoftext|>")
 
-def test_odd_texts_around_a_sample(monkeypatch):
-    """It begins and ends anywhere, also amid a letter of two bytes. A prompt is text."""
+def test_samples_of_odd_texts(monkeypatch):
+    """Bytes that form no character are escaped, and a sample ends where the model ends the text.
+
+    A special token in a prompt is encoded as text.
+    """
     monkeypatch.setattr(t.GPT, "generate", generate := mock.Mock())
     cfg = t.Config(sample_prompt="<|endoftext|>", sample_tokens=7, temperature=0.5, top_k=3)
     for made, text in (([195, 97, 195, 169], "\\xc3aé"),
-                       ([*b"<|endoftext|>ab", 256, 97], "<|endoftext|>ab")):  # then another text
+                       ([*b"<|endoftext|>ab", 256, 97], "<|endoftext|>ab")):  # 256 ends the text
         generate.return_value = torch.tensor([made])
         assert t.sample_text(our_model(), t.get_encoding("bytes"), cfg, seed=1) == text
     assert generate.call_args.args[0].tolist() == [[*b"<|endoftext|>"]]
     assert generate.call_args.args[1] == 7
 
-BAD_FOLDERS = [  # changes of config.json, or what else is done to the folder; what the line says
+# Pairs of changes to config.json, or a function that damages the folder, and the message
+BAD_FOLDERS = [
     (dict(activation_function="relu"), "logits differ by"),
     (dict(n_layer=3), "transformer.h.2.* is not in both"), (dict(n_positions=40), "mismatched"),
     (lambda folder: (folder / "config.json").write_text("{"), "JSON"),
@@ -194,7 +223,8 @@ BAD_FOLDERS = [  # changes of config.json, or what else is done to the folder; w
     (lambda folder: os.truncate(folder / "model.safetensors", 5000), "")]
 
 @pytest.mark.parametrize("change, expected", BAD_FOLDERS)
-def test_a_bad_folder_is_a_line(change, expected, tmp_path):
+def test_a_bad_folder_is_reported_in_one_line(change, expected, tmp_path):
+    """A folder that is damaged, or whose model is not GPT-2, is refused with the reason."""
     hf_model().save_pretrained(tmp_path)
     if callable(change):
         change(tmp_path)
@@ -205,12 +235,16 @@ def test_a_bad_folder_is_a_line(change, expected, tmp_path):
         t.load_hugging_face(tmp_path)
     assert "\n" not in str(e.value)
 
-def save_checkpoint(path, model, **more):  # as other code wrote it
+def save_checkpoint(path, model, **more):
+    """Save the weights of a model as a checkpoint of other code, with additional tensors."""
     torch.save({"model": model.state_dict() | more, "gpt_config": dataclasses.asdict(model.config),
                 "encoding": "bytes", "code": 7}, path)
 
-def test_weights_of_a_model_without_what_an_edit_added(tmp_path, monkeypatch, capsys):
-    """What is new begins as the code has it: LoRA on GPT-2. Of a run's folder, the best count."""
+def test_weights_can_be_loaded_into_a_model_with_added_parameters(tmp_path, monkeypatch, capsys):
+    """Added parameters, for example LoRA on GPT-2, keep their first values, and a line says so.
+
+    From the folder of a run, the checkpoint with the lowest validation loss is loaded.
+    """
     def __init__(self, config):
         real(self, config)
         self.gate = torch.nn.Parameter(torch.full((config.width,), 0.5))
@@ -227,7 +261,8 @@ def test_weights_of_a_model_without_what_an_edit_added(tmp_path, monkeypatch, ca
     assert weights["transformer.h.1.attn.gate"].tolist() == [0.5] * 5
     assert all(torch.equal(weights[name], weight) for name, weight in model.state_dict().items())
 
-BAD_NAMES = {  # name: (what differs, what the line must hold)
+# {name of a mistake: (changed constants, parts of the message)}
+BAD_NAMES = {
     "context too short": (dict(init_from="start", T=64), ["start has 257", "48", "T=64"]),
     "another vocabulary": (dict(init_from="other.pt"), ["other.pt", "300"]),
     "weights of another model": (dict(init_from="extra.pt"), ["extra.pt does not fit", "new_gain"]),
@@ -239,13 +274,14 @@ BAD_NAMES = {  # name: (what differs, what the line must hold)
     "nothing to sample": (dict(sample=1), ["log_dir=bad holds no weights", "--init_from"])}
 
 @pytest.mark.parametrize("name", BAD_NAMES)
-def test_a_bad_name_is_a_line(name, trained):
+def test_a_bad_name_is_reported_in_one_line(name, trained):
+    """Weights that do not exist, are damaged or do not fit are refused with the reason."""
     changes, expected = BAD_NAMES[name]
     save_checkpoint(trained.folder / "other.pt", our_model(n_vocab=300))
     save_checkpoint(trained.folder / "extra.pt", our_model(), new_gain=torch.ones(1))
     (trained.folder / "bad.pt").write_text("half a file")
     run = forked(trained.folder, **dict(log_dir="bad") | changes)
     assert run.wait() == 1
-    one_line(run.err.splitlines(keepends=True)[-1], *expected)  # after a bar of transformers'
+    one_line(run.err.splitlines(keepends=True)[-1], *expected)  # after a progress bar
     told = bool(re.search(r"other.pt decides .* written by other code", run.out))
     assert told == (name == "another vocabulary")

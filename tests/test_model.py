@@ -1,4 +1,4 @@
-"""The model is GPT-2, exactly, and learns; the optimizers do what their papers say."""
+"""Tests of the model, which must be GPT-2, and of the optimizers, which must match their papers."""
 import contextlib
 import math
 from functools import partial
@@ -13,29 +13,37 @@ import train_gpt2 as t
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 def small(**changes):
+    """Return a small GPT, with the same initial weights at each call."""
     torch.manual_seed(0)
     shape = dict(block_size=32, vocab_size=384, n_layer=2, n_head=2, n_embd=32, n_vocab=257)
     return t.GPT(t.GPTConfig(**shape | changes))
 
 def seeded(seed=5):
+    """Return a random generator with this seed."""
     return torch.Generator().manual_seed(seed)
 
 def shake(model):
-    """Away from the initial zeros and ones, so that every bias and gain shows."""
+    """Add noise to all parameters, so that an error in any bias or gain changes the outputs."""
     for p in model.parameters():
         p.data += torch.randn(p.shape, generator=seeded(p.numel())) * 0.05
     return model
 
 def ids(B=4, T=32, seed=0):
+    """Return random token ids (B, T)."""
     return torch.randint(257, (B, T), generator=seeded(seed))
 
 def test_parameters_of_gpt2_small(is_gpt2):
+    """GPT-2 (124M) has 124,439,808 parameters, and its output matrix is the embedding."""
     with torch.device("meta"):
         model = t.GPT(t.GPTConfig(vocab_size=50257))
     assert sum(p.numel() for p in model.parameters()) == 124_439_808
     assert model.lm_head.weight is model.transformer.wte.weight
 
 def test_initial_weights_and_loss():
+    """Weights have the standard deviations of GPT-2, and the loss is about ln(n_vocab).
+
+    Biases and the rows of the padding are zero.
+    """
     model = small(n_layer=8, n_embd=128)
     assert abs(model(ids(16), ids(16, seed=1))[1].item() - math.log(257)) < 0.1
     for name, p in model.named_parameters():
@@ -46,7 +54,8 @@ def test_initial_weights_and_loss():
             assert abs(p[:257].std().item() / expected - 1) < 0.05, name
     assert not model.transformer.wte.weight[257:].any()
 
-def test_a_token_sees_only_what_came_before():
+def test_a_token_attends_to_earlier_tokens_only():
+    """A change of later tokens does not change the logits of earlier ones."""
     model, a = small(), ids()
     b = a.clone()
     b[:, 20:] = (b[:, 20:] + 1) % 257
@@ -54,20 +63,24 @@ def test_a_token_sees_only_what_came_before():
     assert not torch.allclose(model(a)[0][:, 20:], model(b)[0][:, 20:])
 
 def loss_and_gradients(model, loss):
+    """Return a loss as a number, and {name: gradient} of the parameters."""
     model.zero_grad()
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 @pytest.mark.parametrize("left_out, smoothing", [(0, 0.0), (40, 0.0), (40, 0.1)])
 def test_loss_is_that_of_logits_without_the_padding(monkeypatch, left_out, smoothing):
-    """The same gradients, none for the padding, also with label_smoothing, which logits of -inf
-    would make infinite; targets of -100 are left out of the mean."""
+    """Loss and gradients equal those of a model without padding, and the padding gets no gradient.
+
+    This holds also with label smoothing, which would be infinite if the logits of the padding were
+    -inf. Targets of -100 are left out of the mean.
+    """
     smoothed = partial(F.cross_entropy, label_smoothing=smoothing)
     monkeypatch.setattr(F, "cross_entropy", smoothed)
     model, idx, targets = shake(small()), ids(), ids(seed=1)
-    model.lm_head.weight.data[257:] += 1  # whatever stands in the padding must not matter
+    model.lm_head.weight.data[257:] += 1  # the values in the padding must not matter
     targets.view(-1)[:left_out] = -100
-    final = []  # what the last norm returns, (B, T, C)
+    final = []  # the output of the last norm, (B, T, C)
     hook = model.transformer.ln_f.register_forward_hook(lambda *args: final.append(args[-1]))
     model(idx)
     hook.remove()
@@ -82,27 +95,33 @@ def test_loss_is_that_of_logits_without_the_padding(monkeypatch, left_out, smoot
     for name, grad in grads.items():
         torch.testing.assert_close(grad, expected_grads[name], atol=1e-6, rtol=1e-5)
     assert not grads["transformer.wte.weight"][257:].any()
-    assert model(idx, torch.full_like(idx, -100))[1] == 0  # not 0 / 0
+    assert model(idx, torch.full_like(idx, -100))[1] == 0  # and not 0 / 0
 
 def test_loss_is_computed_in_float32_under_autocast():
-    """A GPU's autocast leaves the loss in the dtype that it is given."""
+    """Under autocast, the blocks work in bfloat16, and the loss is computed in float32.
+
+    A GPU's autocast would compute the loss in the type of the logits.
+    """
     model, stream = small(), []
     exact = model(ids(), ids())[1]
     model.transformer.h[1].register_forward_pre_hook(lambda _, args: stream.append(args[0].dtype))
     with torch.autocast("cpu", torch.bfloat16), mock.patch.object(
             F, "cross_entropy", wraps=F.cross_entropy) as cross_entropy:
         loss = model(ids(), ids())[1]
-    assert stream == [torch.bfloat16]  # what the blocks add to: float32 is twice the memory
+    assert stream == [torch.bfloat16]  # the residual stream; float32 would take twice the memory
     assert cross_entropy.call_args.args[0].dtype == loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), abs=0.02) and loss.item() != exact.item()
 
-def test_compiled_is_the_same_model():
-    """One graph for training; samples, of any length, compile nothing."""
+def test_a_compiled_model_computes_the_same():
+    """torch.compile changes neither loss nor gradients nor samples, and compiles one graph.
+
+    Samples compile nothing, whatever their length.
+    """
     torch.compiler.reset()
     model, idx = small(), ids(T=33)
     plain, grads = loss_and_gradients(model, model(idx[:, :-1], idx[:, 1:])[1])
     texts = [model.generate(idx[:1, :n], 3, temperature=0) for n in range(5, 9)]
-    model.compile(backend="aot_eager")  # all of torch.compile but the C++ compiler
+    model.compile(backend="aot_eager")  # torch.compile without a C++ compiler
     torch._dynamo.utils.counters.clear()
     compiled = model(idx[:, :-1], idx[:, 1:], return_logits=False)[1]
     loss, compiled_grads = loss_and_gradients(model, compiled)
@@ -113,6 +132,7 @@ def test_compiled_is_the_same_model():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 def naive(model, idx, n, temperature, top_k, generator=None):
+    """Continue idx with n tokens in the simplest way."""
     for _ in range(n):
         logits = model(idx[:, -32:])[0][:, -1]
         worst = logits.topk(top_k).values[:, -1:]
@@ -123,15 +143,15 @@ def naive(model, idx, n, temperature, top_k, generator=None):
 @pytest.mark.parametrize("length", (1, 20, 32, 45))
 @torch.no_grad()
 def test_generate_from_prompts_of_any_length(length):
-    """Below, at and beyond the context of 32, to texts beyond it; greedy and sampled."""
+    """generate() equals a simple loop for prompts shorter and longer than the context of 32."""
     model, idx = shake(small()), ids(3, length)
     assert torch.equal(model.generate(idx, 40, temperature=0), naive(model, idx, 40, 1.0, 1))
-    for top_k, temperature in ((0, 1.0), (5, 1.7), (300, 0.5)):  # 300: more than there are
+    for top_k, temperature in ((0, 1.0), (5, 1.7), (300, 0.5)):  # 300 is more than n_vocab
         expected = naive(model, idx, 40, temperature, min(top_k or 257, 257), seeded())
         assert torch.equal(model.generate(idx, 40, temperature, top_k, seeded()), expected)
 
-def test_generate_leaves_training_alone():
-    """Torch's random state stays; seeds decide, under autocast as well."""
+def test_generate_does_not_affect_training():
+    """Sampling does not change torch's random state. Its generator decides the text."""
     model, idx = shake(small()), ids(2, 8)
     state = torch.get_rng_state()
     with torch.autocast("cpu", torch.bfloat16):
@@ -140,7 +160,7 @@ def test_generate_leaves_training_alone():
     assert torch.equal(torch.get_rng_state(), state)
 
 def stub_run(model, cfg, rows, optimizers=None, float16=False):
-    """As much of a Run as train_step() needs; each micro-step gets all the rows."""
+    """Return a Run with what train_step() needs. Each micro-step gets all `rows`."""
     state = t.State(model, optimizers or t.configure_optimizers(model, cfg),
                     torch.amp.GradScaler("cpu", enabled=float16))
     run = mock.MagicMock(cfg=cfg, state=state, ddp_model=model, device=torch.device("cpu"))
@@ -158,8 +178,11 @@ def test_one_batch_can_be_overfitted(optimizer):
 
 @pytest.mark.parametrize("micro_steps, processes, grad_clip", [(1, 2, 0.1), (4, 1, 0.1), (4, 2, 0)])
 def test_a_step_moves_by_the_clipped_gradient(monkeypatch, micro_steps, processes, grad_clip):
-    """The norm is the one before; micro-steps make a mean over the targets that count, all but
-    40 of each; gradients travel in the last."""
+    """A step moves the weights by the clipped gradient of the mean loss over all targets.
+
+    In each micro-batch, 40 targets are masked and do not count. The norm that is returned is the
+    one before clipping. Processes exchange gradients in the last micro-step only.
+    """
     model, x, y = shake(small()).train(), ids(), ids(seed=1)
     y.view(-1)[:40] = -100
     loss, grads = loss_and_gradients(model, model(x, y)[1])
@@ -167,7 +190,7 @@ def test_a_step_moves_by_the_clipped_gradient(monkeypatch, micro_steps, processe
     model.zero_grad()
     cfg = t.Config(B=4, T=32, total_batch_size=128 * micro_steps * processes, grad_clip=grad_clip,
                    max_lr=0.5)
-    sgd = torch.optim.SGD(model.parameters(), lr=1.5 * cfg.warmup_steps)  # 1.5 in step 0
+    sgd = torch.optim.SGD(model.parameters(), lr=1.5 * cfg.warmup_steps)  # lr 1.5 in step 0
     before = {name: p.clone() for name, p in model.named_parameters()}
     monkeypatch.setattr(t, "world_size", lambda: processes)
     monkeypatch.setattr(t, "sum_over_ranks", lambda counted: processes * counted)
@@ -183,7 +206,11 @@ def test_a_step_moves_by_the_clipped_gradient(monkeypatch, micro_steps, processe
         assert p.grad is None
 
 @pytest.mark.parametrize("shape, quarter", [("linear", 0.75), ("cosine", 0.5 + 0.5**1.5)])
-def test_learning_rate_at_the_corners(shape, quarter):
+def test_learning_rate_at_the_corners_of_its_schedule(shape, quarter):
+    """The learning rate is right at both ends of warmup and decay, and within the decay.
+
+    quarter: the part of the decay that remains after a quarter of its steps.
+    """
     cfg, fall = t.Config(lr_shape=shape), 19073 - 715
     expected = {0: 6e-4 / 715, 714: 6e-4, 715: 6e-4, 715 + fall // 2: 3.3e-4, 19073: 6e-5,
                 715 + fall // 4: 6e-5 + quarter * 5.4e-4, 10**6: 6e-5}
@@ -191,16 +218,20 @@ def test_learning_rate_at_the_corners(shape, quarter):
     assert t.get_lr(0, t.Config(warmup_steps=0)) == pytest.approx(6e-4)
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_every_parameter_has_its_place_in_the_optimizers(optimizer):
+def test_every_trainable_parameter_is_in_one_group_of_an_optimizer(optimizer):
+    """Muon, if it is chosen, gets the matrices in the blocks, and AdamW gets all others.
+
+    Only parameters with two or more dimensions decay. Frozen parameters are in no group.
+    """
     model = small()
-    model.transformer.h[0].experts = torch.nn.Parameter(torch.zeros(2, 3, 3))  # AdamW's, too
+    model.transformer.h[0].experts = torch.nn.Parameter(torch.zeros(2, 3, 3))  # not a matrix
     model.transformer.wpe.requires_grad_(False)
     model.transformer.h[1].mlp.requires_grad_(False)
     optimizers = t.configure_optimizers(model, t.Config(optimizer=optimizer, muon_lr_ratio=2.0))
     found = [(p, type(o).__name__, group["weight_decay"], group["lr"] / 6e-4)
              for o in optimizers for group in o.param_groups for p in group["params"]]
     names = {p: name for name, p in model.named_parameters() if p.requires_grad}
-    assert sorted(names[p] for p, *_ in found) == sorted(names.values())  # each once
+    assert sorted(names[p] for p, *_ in found) == sorted(names.values())  # each of them once
     for p, kind, decay, ratio in found:
         in_muon = optimizer == "muon" and ".h." in names[p] and p.dim() == 2
         expected = ("Muon" if in_muon else "AdamW", 0.1 * (p.dim() >= 2), 1.0 + in_muon)
@@ -209,8 +240,11 @@ def test_every_parameter_has_its_place_in_the_optimizers(optimizer):
     assert (adamw["betas"], adamw["eps"], adamw["fused"]) == ((0.9, 0.95), 1e-8, True)
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 0.02), (torch.bfloat16, 0.08)])
-def test_our_muon_is_torchs(dtype, tolerance):
-    """Ours casts matrices before it stacks them, to save memory; what has no gradient stays."""
+def test_our_muon_computes_the_same_as_torchs(dtype, tolerance):
+    """Our Muon casts matrices before it stacks them, to save memory.
+
+    It does not change a parameter that has no gradient.
+    """
     shapes = [(48, 24), (24, 48), (24, 24), (48, 24), (24, 96), (72, 24)]
     ours, copies = ([torch.nn.Parameter(torch.zeros(shape)) for shape in shapes] for _ in "ab")
     unused = torch.nn.Parameter(torch.ones(24, 24))
@@ -229,8 +263,8 @@ def test_our_muon_is_torchs(dtype, tolerance):
         assert (p - q).norm() / q.norm() < tolerance
     assert (unused == 1).all()
 
-def test_muon_takes_query_key_and_value_apart():
-    """In one matrix, the largest gradient, which is value's, would leave little of the others."""
+def test_muon_treats_query_key_and_value_as_three_matrices():
+    """As one matrix, the large gradient of the value would leave little for query and key."""
     def after_a_step(grad):
         p = torch.nn.Parameter(torch.ones_like(grad))
         p.grad = grad
@@ -240,9 +274,10 @@ def test_muon_takes_query_key_and_value_apart():
     grad[48:] *= 100
     torch.testing.assert_close(after_a_step(grad), torch.cat([*map(after_a_step, grad.chunk(3))]))
 
-def test_newton_schulz_makes_singular_values_one():
+def test_newton_schulz_makes_singular_values_about_one():
+    """It keeps the singular vectors, and a matrix of zeros remains zero."""
     G = torch.randn(3, 40, 20, generator=seeded()) * torch.tensor([1e-3, 1, 1e3]).view(3, 1, 1)
     U, _, Vh = torch.linalg.svd(G, full_matrices=False)
     for X in (t.newton_schulz(G), t.newton_schulz(G.mT).mT):
-        assert torch.linalg.matrix_norm(X - U @ Vh, 2).max() < 0.4  # the vectors stay
+        assert torch.linalg.matrix_norm(X - U @ Vh, 2).max() < 0.4  # same vectors
     assert torch.equal(t.newton_schulz(torch.zeros(1, 4, 4)), torch.zeros(1, 4, 4))

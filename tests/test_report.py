@@ -1,4 +1,4 @@
-"""What a run leaves for people to look at, curves.png and run.json, and what it tells them."""
+"""Tests of what a run reports: curves.png, run.json, log.txt and the lines on stdout."""
 import contextlib
 import dataclasses
 import json
@@ -24,19 +24,25 @@ TRAINING = "".join(f"{step} train {1 + 9 * 0.9**step + step % 2}\n" for step in 
 LOG = TRAINING + "0 val 10.9\n250 val 7.1\n0 hella 0.25\n250 hella 0.26\n"
 
 def draw(folder, log):
+    """Draw the curves of a log in `folder`. Return the path of the picture."""
     (folder / "log.txt").write_text(log)
     (folder / "run.json").write_text(json.dumps({"constants": {"total_batch_size": 2048}}))
     t.plot_curves(str(folder))
     return folder / "curves.png"
 
-@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")  # told each time
+# Users would see a warning at each validation
+@pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
 @pytest.mark.parametrize("log", [LOG, "0 val 10.9\n", "0 val 10.9\n0 train 5.5\n1 train 5\n"])
-def test_curves_are_drawn_of_any_log(tmp_path, log):
+def test_curves_are_drawn_from_any_log(tmp_path, log):
+    """Logs with one value or a few values are drawn, without warnings."""
     pytest.importorskip("matplotlib")
     assert draw(tmp_path, log).read_bytes().startswith(b"\x89PNG")
 
 def test_curves_show_what_matters(tmp_path, monkeypatch):
-    """Smoothed, and from where the loss has come down."""
+    """The losses are smoothed, and the axis leaves out the high losses of the first steps.
+
+    Each stream that is not a loss has its own panel.
+    """
     figure = pytest.importorskip("matplotlib.figure")
     seen = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **_: seen.append(self))
@@ -47,16 +53,18 @@ def test_curves_show_what_matters(tmp_path, monkeypatch):
     tokens, losses = np.array(loss.lines[0].get_data())
     assert len(losses) < 400 and losses[100:].std() < 0.2 and tokens[-1] == pytest.approx(2, 0.1)
     assert losses[0] > 5 and 1.5 < loss.get_ylim()[1] < 3
-    draw(tmp_path, TRAINING + "0 val 10.9\n0 minutes 0\n0 norm 0.5\n")  # without HellaSwag
-    axis, norm = seen[1].axes  # any stream has its curve
+    draw(tmp_path, TRAINING + "0 val 10.9\n0 minutes 0\n0 norm 0.5\n")
+    axis, norm = seen[1].axes  # no panel for HellaSwag or minutes
     assert norm.get_ylabel() == "norm"
 
 def test_a_run_describes_itself(tmp_path):
-    """Constants, versions, the command of each start and, at the end, the result, which is also
-    the last thing that it says: for json and for people."""
+    """run.json holds the constants, the versions and command of each start, and the result.
+
+    The last lines on stdout show the same result. A run that was stopped has no result.
+    """
     write_text(tmp_path)
     succeed(Forked(tmp_path / "log", max_steps=4, arrange={"signal_at": (signal.SIGTERM, 0)}))
-    assert t.read_run(tmp_path / "log")["result"] is None  # stopped
+    assert t.read_run(tmp_path / "log")["result"] is None
     ended = succeed(Forked(tmp_path / "log", max_steps=4))
     text = (tmp_path / "log" / "run.json").read_text()
     run = json.loads(text)
@@ -64,7 +72,7 @@ def test_a_run_describes_itself(tmp_path):
     assert ended.out.endswith("".join(f"{name:17} {value}\n" for name, value in result.items()))
     assert result["val"] == losses[4] and result["lowest_val"] == min(losses.values())
     assert losses[result["lowest_step"]] == result["lowest_val"] and result["steps"] == 4
-    assert result["bits_per_byte"] == pytest.approx(losses[4] / math.log(2), abs=1e-6)  # of bytes
+    assert result["bits_per_byte"] == pytest.approx(losses[4] / math.log(2), abs=1e-6)  # per byte
     assert result["tokens"] == 4 * run["constants"]["total_batch_size"]
     assert result["tokens_per_second"] > 0 and result["minutes"] > 0
     assert "tokens in 1 file(s) #" in run["data"]
@@ -76,7 +84,11 @@ def test_a_run_describes_itself(tmp_path):
     assert {"torch", "python", "code", "time"} <= set(second)
 
 def step_399(monkeypatch, *others, float16=False):
-    """Run after its step 399; others: loss, norm and signal of processes beside this one."""
+    """Return a Run that has just taken step 399.
+
+    others: (loss, norm, signal) of each other process. float16: "fine", "scale 0" (the loss scale
+    has fallen to 0), or False for another type.
+    """
     monkeypatch.setattr(t, "world_size", lambda: 1 + len(others))
     monkeypatch.setattr(t.dist, "all_gather", lambda everyones, mine: everyones.__setitem__(
         slice(None), [mine, *map(torch.tensor, others)]))
@@ -85,12 +97,15 @@ def step_399(monkeypatch, *others, float16=False):
     run.state.step = 400
     run.signal_came.is_set.return_value = False
     run.state.scaler.is_enabled.return_value = float16
-    run.state.scaler.get_scale.return_value = float16 == "fine"  # 0 where all were skipped
+    run.state.scaler.get_scale.return_value = float16 == "fine"  # 1 or 0
     return run
 
 def test_the_numbers_of_a_step(monkeypatch, capsys):
-    """Time for 600 steps by the median, in which one that took long does not count. A stream of
-    your own is shown by its name."""
+    """The line of a step has the loss, learning rate, norm, speed and time left.
+
+    The time left is 600 times the median, so that one slow step has no effect. Other streams have
+    lines with their names. A full disk does not stop the run.
+    """
     run = step_399(monkeypatch)
     t.report(run, 399, "gate", 0.5)
     t.report_step(run, 2.5, 0.75)
@@ -107,14 +122,14 @@ def test_the_numbers_of_a_step(monkeypatch, capsys):
         t.report(run, 399, "val", 2.5, note=" (bits)", print_always=True)
         assert capsys.readouterr().out == "  399/1000 val 2.5000 (bits)\n"
 
-def test_one_line_tells_of_steps_that_became_slow(monkeypatch, capsys):
-    """It names the cause and the remedy, and is printed once per start."""
+def test_slow_steps_are_reported_in_one_line(monkeypatch, capsys):
+    """The line names the cause and the remedy. It is printed once per start, and only on CPUs."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     run = step_399(monkeypatch)
     run.device, run.told_slow = torch.device("cpu"), False
     run.step_seconds = deque([0.04] * 20 + [0.07] * 20)
     t.warn_of_slow_steps(run)
-    run.step_seconds.extend([0.1] * 9)  # fewer than half of the last twenty
+    run.step_seconds.extend([0.1] * 9)  # fewer than half of the last twenty steps
     t.warn_of_slow_steps(run)
     assert capsys.readouterr().out == "" and not run.told_slow
     run.step_seconds.extend([0.1] * 2)
@@ -130,8 +145,10 @@ def test_one_line_tells_of_steps_that_became_slow(monkeypatch, capsys):
     assert len(slow) == 1 and "2.5 times as long" in slow[0] and "OMP_NUM_THREADS=1" in slow[0]
 
 def test_processes_agree_on_a_step(monkeypatch):
-    """The loss is of all their rows; a signal to one stops all, or they would wait for it. Where
-    their gradients differ, they train models that nobody has."""
+    """Each process learns the losses, norms and signals of all, so that a signal stops them all.
+
+    Gradients with different norms end the run, since the processes would train different models.
+    """
     mine = torch.tensor(2.5), torch.tensor(0.75)
     step_399(monkeypatch)
     assert t.gather(*mine, signal_came=True) == [[2.5], [0.75], [1]]
@@ -148,18 +165,21 @@ def test_processes_agree_on_a_step(monkeypatch):
     (1.0, math.nan, "scale 0", True),
     (1.0, math.inf, False, True), (math.inf, 1.0, False, True), (2e4, 1.0, False, True),
     (-2e4, 1.0, False, True), (9e3, 1e9, False, False)])
-def test_what_ends_a_run(monkeypatch, loss, norm, float16, ends):
-    """In float16 the scaler skips steps that overflowed; a loss that is not finite stays so, as
-    does a scale of 0, and one of 20,000 learns nothing any more. What may have caused it is named."""
+def test_a_run_that_no_longer_learns_is_ended(monkeypatch, loss, norm, float16, ends):
+    """A run ends if its loss is not finite or is above 10,000, or if its norm is not finite.
+
+    In float16 a norm that is not finite only skips the step, unless the loss scale has fallen to 0.
+    The message lists what may be the cause.
+    """
     run = step_399(monkeypatch, float16=float16)
     suspects = ["--max_lr", "vocabulary", "zeros", "float16", "edit", "CUDNN", "--init_from=log/"]
     said = f"Step 399 has loss {loss:g} and .* norm {norm:g}.*" + ".*".join(suspects)
     with pytest.raises(t.UserError, match=said) if ends else contextlib.nullcontext():
         t.check_step(run, [loss], [norm])
-    assert bool(run.folder.write_run.call_args_list) == ends  # {"failed": ...}, for run.json
+    assert bool(run.folder.write_run.call_args_list) == ends  # it writes {"failed": ...}
 
-def test_the_first_lines_count_epochs_and_what_is_trained():
-    """An edit that freezes a part, or lets it decay, shows."""
+def test_the_first_lines_show_epochs_and_optimizer_groups():
+    """The groups show the effect of edits that freeze parameters or change their weight decay."""
     model, cfg = small(), t.Config(max_steps=10, total_batch_size=4096, T=1024)
     run = MagicMock(cfg=cfg)
     run.train_loader.rows_per_epoch, run.state.step = 16, 10
@@ -170,32 +190,39 @@ def test_the_first_lines_count_epochs_and_what_is_trained():
     assert re.search(r"(\S+) in 10 tensors by AdamW with decay 0.1; 896 in 18 tensors by AdamW "
                      "with decay 0.0$", out, re.M)[1] == f"{sum(p.numel() for p in matrices):,}"
 
-def test_only_the_newest_drawing_waits(tmp_path, monkeypatch):
-    """A save that takes long would be followed by a picture for each evaluation meanwhile."""
+def test_only_the_newest_plot_is_drawn_after_a_slow_save(tmp_path, monkeypatch):
+    """A plot that waits for a save is dropped when the next plot is due."""
     folder, hold = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data"), Future()
     monkeypatch.setattr(t, "plot_curves", plot_curves := mock.Mock())
-    folder.thread.submit(hold.result)  # a save
+    folder.thread.submit(hold.result)  # in place of a slow save
     for _ in range(5):
         folder.plot()
     hold.set_result(None)
     folder.close()
     plot_curves.assert_called_once_with(tmp_path)
 
-def test_what_stays_in_a_log(tmp_path, monkeypatch):
-    """Steps that come again go, and half a line; comments before them stay."""
+def test_which_lines_of_a_log_are_kept(tmp_path, monkeypatch):
+    """When a run continues, its log loses incomplete lines and lines of steps that are repeated.
+
+    Lines and users' notes before them are kept. New lines are on disk at once. A full disk does not
+    stop print0().
+    """
     path, kept = tmp_path / "log.txt", b"# tried on Monday\n\n0 val 9.5\n# the cat\n11 train 1.0\n"
     for rest in (b"12 train 1.0\n# no\n", b"13 val nan\n", b"12 my gate -1.0\n", b"11 tra", b"1",
                  b"# half", b""):
         path.write_bytes(kept + rest)
         with t.open_log(path, 12) as log:
             log.write(b"12 train 2.0\n")
-            assert path.read_bytes() == kept + b"12 train 2.0\n", rest  # at once
+            assert path.read_bytes() == kept + b"12 train 2.0\n", rest
     monkeypatch.setattr("builtins.print", mock.Mock(side_effect=OSError("No space left")))
     t.print0("to a file on the same disk")
 
 def test_files_are_never_half_written(tmp_path, monkeypatch):
-    """A kill amid run.json would end every later start."""
-    monkeypatch.setattr("os.replace", mock.Mock(side_effect=KeyboardInterrupt))  # the last moment
+    """A process that is killed while it writes run.json or curves.png leaves the old file.
+
+    With half of a run.json, no later start would succeed.
+    """
+    monkeypatch.setattr("os.replace", mock.Mock(side_effect=KeyboardInterrupt))  # the last call
     (tmp_path / "run.json").write_text('{"starts": []}')
     with pytest.raises(KeyboardInterrupt):
         t.RunFolder(t.Config(log_dir=str(tmp_path)), "data").begin(0, continues=True)
@@ -207,6 +234,10 @@ def test_files_are_never_half_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", [t, fineweb, hellaswag])
 def test_help_fits_a_terminal_and_prints_nothing_else(script, monkeypatch, capsys):
+    """No line is longer than 80 columns.
+
+    For the trainer, each flag has a short description, its default, and its value in each preset.
+    """
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.argv", [script.__file__, "--help"])
     monkeypatch.setattr("signal.signal", mock.Mock())
@@ -226,7 +257,10 @@ def test_help_fits_a_terminal_and_prints_nothing_else(script, monkeypatch, capsy
                 assert (said in entry) == (field.name in preset), entry
 
 def test_an_ascii_terminal_shows_everything(tmp_path):
-    """And a machine without matplotlib and transformers trains, too."""
+    """Characters that the terminal's encoding lacks are escaped.
+
+    The run also shows that neither matplotlib nor transformers is needed.
+    """
     write_text(tmp_path)
     run = succeed(Forked(tmp_path / "données", max_steps=1, sample_every=1, sample_prompt="Grüße",
                          ascii_stdout=True, hide=["matplotlib", "transformers"]))

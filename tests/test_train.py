@@ -1,4 +1,4 @@
-"""Training as its user runs it: two settings, several processes, and the mistakes people make."""
+"""Tests of training as users start it: presets, several processes, and common mistakes."""
 import dataclasses
 import re
 from unittest import mock
@@ -18,22 +18,26 @@ import train_gpt2 as t
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the text that all train on."""
+    """Return a folder with the text that all runs train on."""
     folder = tmp_path_factory.mktemp("train")
     write_text(folder)
     return folder
 
 def save_shards(folder, train=5000, val=1000):
-    """Shards of random bytes; 0 tokens: no such shard."""
+    """Write shards of random bytes with these numbers of tokens, and none for 0 tokens."""
     folder.mkdir(exist_ok=True)
     tokens = np.random.default_rng(0).integers(0, 257, 5000).astype(np.uint16)
     for split, size in (("train", train), ("val", val)):
         if size:
             np.save(folder / f"x_{split}_000000.npy", tokens[:size])
 
-def test_quick_start_and_then_the_real_thing(tmp_path, monkeypatch):
-    """Beside what a fineweb.py that failed left; with shards, the same command trains on those.
-    Files that nobody closes, and what Python deprecates, would be lines on stderr."""
+def test_the_quick_start_and_then_the_full_run(tmp_path, monkeypatch):
+    """Without training shards, the script trains on Shakespeare and says how to go on.
+
+    It also does so beside the remains of a fineweb.py that failed. With shards, the same command
+    trains on them. Nothing appears on stderr, not even the warnings of Python's development mode
+    about unclosed files and deprecated functions.
+    """
     save_shards(tmp_path / "edu_fineweb10B", train=0)
     (tmp_path / "edu_fineweb10B" / ".lock").touch()
     shorter = ["--max_steps=15", "--eval_every=15", "--sample_every=15", "--val_tokens=4096",
@@ -53,13 +57,14 @@ def test_quick_start_and_then_the_real_thing(tmp_path, monkeypatch):
     assert values[15, "val"] < 3.5 < values[0, "val"]
     val, bits = re.search(r" 15/15 val (.*) \((.*) bits per byte\)", done.stdout).groups()
     assert float(val) == pytest.approx(values[15, "val"], abs=1e-4)
-    assert float(bits) == pytest.approx(float(val) / np.log(2), abs=1e-3)  # a byte is a token
+    assert float(bits) == pytest.approx(float(val) / np.log(2), abs=1e-3)  # each token is one byte
     save_shards(tmp_path / "edu_fineweb10B")
     monkeypatch.chdir(tmp_path)
-    cfg, _, lines = t.resolve_config({})  # of the same command
+    cfg, _, lines = t.resolve_config({})  # what the same command uses now
     assert cfg == t.Config() and "settings  Config" in lines
 
-def test_a_text_gets_small_and_a_folder_config_and_flags_win(tmp_path, monkeypatch):
+def test_the_data_select_the_preset_and_flags_override_it(tmp_path, monkeypatch):
+    """A text file is trained with SMALL, and a folder of shards with the defaults in Config."""
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path)
     given = {"data": "text.txt", "n_layer": "5", "seed": "7"}
@@ -75,8 +80,11 @@ def test_a_text_gets_small_and_a_folder_config_and_flags_win(tmp_path, monkeypat
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
 
-def test_weights_decide_their_shape_and_a_text_is_what_they_are_tuned_to(folder, monkeypatch):
-    """SMALL's learning rate and steps would wipe out what the weights know."""
+def test_weights_and_a_text_select_finetune_and_decide_the_shape(folder, monkeypatch):
+    """Given weights are trained on a text with FINETUNE, since SMALL would destroy them.
+
+    The weights decide the model's shape and encoding. A flag that contradicts them is refused.
+    """
     decided = dict(n_layer=2, n_head=3, n_embd=12, block_size=100, n_vocab=257)
     weights = t.Weights("weights", decided, "bytes", {}, code=None)
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
@@ -88,15 +96,17 @@ def test_weights_decide_their_shape_and_a_text_is_what_they_are_tuned_to(folder,
     expected = t.FINETUNE | given | dict(n_layer=2, n_head=3, n_embd=12, T=64, encoding="bytes",
                                          dropout=0.1, max_lr=0.1 / 12)
     assert cfg == dataclasses.replace(t.Config(), **expected)
-    cfg, *_ = t.resolve_config(given | {"T": "32", "max_steps": "7"})  # not so many epochs
+    cfg, *_ = t.resolve_config(given | {"T": "32", "max_steps": "7"})  # instead of epochs
     assert (cfg.T, cfg.max_steps, cfg.epochs) == (32, 7, 0)
     with pytest.raises(t.UserError, match="n_embd is 12 in the weights weights: leave out --n_e"):
         t.resolve_config(given | {"n_embd": "24"})
-    assert t.resolve_config(given | {"n_embd": "12"})[0].n_embd == 12  # as a run that continues
+    assert t.resolve_config(given | {"n_embd": "12"})[0].n_embd == 12  # not a contradiction
 
-def test_training_is_a_plain_loop(folder):
-    """What the script does around a model, its data and AdamW must not show in the losses. And
-    epochs decide how many steps there are."""
+def test_the_losses_are_those_of_a_plain_loop(folder):
+    """The losses equal those of a short loop over the same rows with the same model and AdamW.
+
+    `epochs` decides the number of steps.
+    """
     run = succeed(Forked(folder / "plain", shuffle=False, epochs=0.0341, weight_decay=0.3,
                          grad_clip=0.5, lr_shape="linear", min_lr=0, seed=1337, eval_every=0))
     assert "12 steps of 128 tokens, 0.03 epochs" in run.out
@@ -123,9 +133,12 @@ def test_training_is_a_plain_loop(folder):
     assert_close_logs(run.log_dir, losses)
 
 def test_an_edited_copy_of_the_script_trains_with_its_constants(tmp_path):
-    """The command has no flags. The comments of what was edited are gone, or have one space."""
+    """Constants that are edited in the file take effect without flags.
+
+    Comments behind the edited lines may be missing, or may follow after a single space.
+    """
     save_shards(tmp_path / "edu_fineweb10B")
-    for name in ("transformers.py", "matplotlib.py"):  # which take seconds
+    for name in ("transformers.py", "matplotlib.py"):  # importing them takes seconds
         (tmp_path / name).write_text("raise ImportError")
     source = (ROOT / "train_gpt2.py").read_text()
     for name, value in (TINY | dict(max_steps=2e0, compile=False, val_tokens=512)).items():
@@ -141,8 +154,8 @@ def test_an_edited_copy_of_the_script_trains_with_its_constants(tmp_path):
     assert [step for step, stream in read_log(tmp_path / "log") if stream == "train"] == [0, 1]
 
 @pytest.mark.parametrize("n, optimizer", [(2, "adamw"), (2, "muon"), (8, "muon")])
-def test_n_processes_are_the_same_training(folder, n, optimizer):
-    """For 8 there is a row each: B is lowered."""
+def test_n_processes_train_the_same_model_as_one(folder, n, optimizer):
+    """The losses do not depend on the number of processes. B is lowered to 1 for 8 processes."""
     words = dict(optimizer=optimizer, muon_lr_ratio=2.5, B=2, max_steps=20, sample_every=20,
                  sample_tokens=9)
     one = succeed(Forked(folder / f"1_{optimizer}_{n}", **words))
@@ -155,7 +168,11 @@ def test_n_processes_are_the_same_training(folder, n, optimizer):
     (8, 2048, 64, 32, 4), (8, 524288, 1024, 64, 64), (1, 524288, 1024, 60, 32), (4, 96, 8, 9, 3),
     (None, 2048, 64, 32, 32)])
 def test_b_is_lowered_to_what_fits_a_step(monkeypatch, processes, tokens, T, B, lowered):
-    """The quick start on 8 GPUs would end in an error. WORLD_SIZE alone is Slurm's."""
+    """B is lowered until it divides the rows that each process reads in a step.
+
+    The quick start on 8 GPUs needs this. WORLD_SIZE without RANK, which Slurm may set, means one
+    process.
+    """
     monkeypatch.setenv("WORLD_SIZE", str(processes or 8))
     if processes:
         monkeypatch.setenv("RANK", "0")
@@ -166,8 +183,11 @@ def test_b_is_lowered_to_what_fits_a_step(monkeypatch, processes, tokens, T, B, 
         flags = dict(data=__file__, total_batch_size=tokens, T=T, B=B)
         assert t.resolve_config(flags)[0].B == lowered
 
-def test_restarted_processes_do_not_meet_the_dead(monkeypatch):
-    """torchrun's store outlives a restart, and holds the addresses of those that were killed."""
+def test_restarted_processes_do_not_find_addresses_of_killed_ones(monkeypatch):
+    """After each restart, the processes use other keys of torchrun's store, which outlives it.
+
+    The time limit allows for the export, during which the other processes wait for rank 0.
+    """
     store, seen = torch.distributed.HashStore(), []
     monkeypatch.setattr(t.dist, "rendezvous", lambda url: iter([(store, 0, 2)]))
     monkeypatch.setattr(t.dist, "init_process_group", lambda **words: seen.append(words))
@@ -177,16 +197,18 @@ def test_restarted_processes_do_not_meet_the_dead(monkeypatch):
         seen[-1]["store"].set("address", count)
     assert [words["store"].get("address") for words in seen] == [b"0", b"1"]
     assert [words["backend"] for words in seen] == ["gloo", "nccl"]
-    assert min(words["timeout"].total_seconds() for words in seen) >= 3600  # of rank 0's export
+    assert min(words["timeout"].total_seconds() for words in seen) >= 3600
 
-def test_rank_0_alone_has_the_questions(monkeypatch, capsys):
-    """The others would download them, too, or score nothing. Without any, training goes on. What is
-    scored is eval_model as it is then, in the run's autocast."""
+def test_rank_0_downloads_hellaswag_for_all_processes(monkeypatch, capsys):
+    """The other processes receive the questions. Without questions, training goes on.
+
+    The score is that of eval_model under the run's autocast.
+    """
     question, seen = dict(ctx="a w", endings=[*"bcde"], label=0), []
     model, encoding = small(), t.get_encoding("bytes")
     monkeypatch.setattr(hellaswag, "iterate_examples", get := mock.Mock(return_value=[question]))
     questions = t.hellaswag_questions(t.Config(), model, encoding)
-    assert questions.batches[0][1].max() == ord("w")  # the largest id
+    assert questions.batches[0][1].max() == ord("w")  # encoded as bytes; "w" is the largest
     get.side_effect = t.UserError("no network today")
     for cfg in (t.Config(), t.Config(hellaswag_every=0)):
         assert t.hellaswag_questions(cfg, model, encoding) is None
@@ -203,8 +225,11 @@ def test_rank_0_alone_has_the_questions(monkeypatch, capsys):
     assert t.hellaswag_score(run) == 0.3 and run.autocast().__enter__.called
     evaluate.assert_called_once_with(run.state.eval_model, run.questions)
 
-def test_the_order_of_things(monkeypatch):
-    """First a save, or an evaluation that fails costs steps; everything when it is due."""
+def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
+    """A step is saved before it is evaluated, so that an evaluation that fails costs no steps.
+
+    Saves, evaluations and samples happen when they are due. The loop stops at a signal.
+    """
     seen, state = [], mock.Mock(step=0)
     cfg = t.Config(max_steps=3, save_every=2, keep_every=0, eval_every=2, hellaswag_every=3,
                    sample_every=2)
@@ -227,25 +252,30 @@ def test_the_order_of_things(monkeypatch):
     assert seen == [*evaluated, *hella, *shown, *step, *step, *evaluated, *shown, "print_sample",
                     *step, *evaluated, *hella, *shown, "print_sample", "finish"]
     run.cfg = dataclasses.replace(cfg, max_steps=20, eval_every=0, hellaswag_every=0)
-    t.train(run)  # until a signal
+    t.train(run)  # until the signal after step 8
     assert state.step == 9 and seen[-3:] == [*step, "finish"]
 
 def test_a_failure_ends_the_process_after_its_save(monkeypatch, capsys):
-    """A normal exit would wait for other processes, which may wait for this one."""
+    """An unexpected error is printed as a traceback, and a save in progress is completed.
+
+    Then the process ends without waiting for the other processes, which may wait for this one.
+    """
     monkeypatch.setattr(t, "set_up", set_up := mock.Mock(return_value=MagicMock()))
     monkeypatch.setattr(t, "train", mock.Mock(side_effect=RuntimeError("can't allocate memory")))
     monkeypatch.setattr(t.signal, "signal", mock.Mock())
-    monkeypatch.setattr(t.dist, "is_initialized", lambda: True)  # others may wait for this one
+    monkeypatch.setattr(t.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(t.os, "_exit", end := mock.Mock(side_effect=SystemExit))
     monkeypatch.setattr("sys.argv", ["train_gpt2.py", f"--data={__file__}", "--device=cpu"])
     with pytest.raises(SystemExit):
         t.main()
-    err = capsys.readouterr().err  # not told by its text
+    err = capsys.readouterr().err  # its text does not make it an out-of-memory error
     assert err.startswith("Traceback") and err.endswith("RuntimeError: can't allocate memory\n")
     assert set_up().folder.close.called and end.call_args.args == (1,)
 
-MISTAKES = {  # name: (constants that differ, what the line must hold)
-    "missing shards": (dict(data="edu_fineweb10B", encoding="gpt2", env={  # told before the next
+# {name of a mistake: (changed constants, parts of the message)}
+MISTAKES = {
+    # Missing shards are reported before the missing vocabulary
+    "missing shards": (dict(data="edu_fineweb10B", encoding="gpt2", env={
         "TIKTOKEN_CACHE_DIR": "none"}), ["edu_fineweb10B", "fineweb.py"]),
     "no validation shard": (dict(data="{bad}/noval"), ["noval", "_val_"]),
     "short text": (dict(data="{bad}/short.txt"), ["short.txt", "--T"]),
@@ -260,7 +290,8 @@ MISTAKES = {  # name: (constants that differ, what the line must hold)
                         ["nowhere/or/other is neither a .pt", "Hugging Face"]),
     "no vocabulary": (dict(encoding="gpt2", env={
         "TIKTOKEN_CACHE_DIR": "none", "https_proxy": "http://127.0.0.1:9"}), ["--encoding=bytes"])}
-LATER = {  # while training
+# Mistakes that are found only during training
+LATER = {
     "loss not finite": (dict(max_lr=1e30, warmup_steps=0, grad_clip=0.0), ["loss", "--max_lr"]),
     "gradient not finite": (dict(eval_every=0, save_every=2, arrange={"poison_at": 5}),
                             ["tep 5", "norm nan"]),
@@ -270,7 +301,8 @@ LATER = {  # while training
     "no memory": (dict(arrange={"raise_at": (3, MemoryError())}), ["Out of memory", "--B"])}
 
 @pytest.mark.parametrize("name", [*MISTAKES, *LATER])
-def test_a_mistake_gets_one_clear_line(folder, tmp_path, name):
+def test_a_mistake_is_reported_in_one_line(folder, tmp_path, name):
+    """The run ends with one line on stderr. A mistake found before training leaves no log_dir."""
     save_shards(tmp_path / "noval", val=0)
     (tmp_path / "short.txt").write_text("too short to validate on. " * 5)
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9 " * 1000)
@@ -290,8 +322,11 @@ BAD = """--n_embd=0 --n_layer=0 --n_head=0 --n_head=5 --T=0 --B=0 --B=0.5 --minu
     --device=gpu --dtype=float8 --compile=maybe --encoding=morse --optimizer=sgd""".split()
 
 @pytest.mark.parametrize("flag", BAD)
-def test_a_value_that_cannot_be_is_named(folder, tmp_path, monkeypatch, capsys, flag):
-    """Some were a traceback; some trained, and gave a bad model without a word."""
+def test_an_invalid_value_is_reported_with_its_name(folder, tmp_path, monkeypatch, capsys, flag):
+    """An invalid value ends the run with one line, before any file is written.
+
+    Without the check, some values would lead to a traceback, and some to a bad model.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train_gpt2.py", f"--data={folder}/text.txt", flag])
     monkeypatch.setattr(t.signal, "signal", mock.Mock())
@@ -302,7 +337,7 @@ def test_a_value_that_cannot_be_is_named(folder, tmp_path, monkeypatch, capsys, 
     assert not any(tmp_path.iterdir())
 
 def test_a_mistake_of_one_process_ends_all_after_its_save(folder):
-    """The others would wait for it, or the save in progress would be cut off."""
+    """If one process meets a mistake, a save in progress is completed, and all processes end."""
     statuses, runs = together(2, folder / "lone", arrange={
         "mistake_on_rank": (0, 5), "slow_saves": 0.5})
     assert statuses == [1, 1] and (4, "train") in read_log(folder / "lone")
