@@ -192,6 +192,7 @@ def test_the_first_lines_show_epochs_and_optimizer_groups():
 
 def test_only_the_newest_plot_is_drawn_after_a_slow_save(tmp_path, monkeypatch):
     """A plot that waits for a save is dropped when the next plot is due."""
+    pytest.importorskip("matplotlib")
     folder, hold = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data"), Future()
     monkeypatch.setattr(t, "plot_curves", plot_curves := mock.Mock())
     folder.thread.submit(hold.result)  # in place of a slow save
