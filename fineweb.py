@@ -349,7 +349,7 @@ def read_parquet(file, first):
         for part in parquet.iter_batches(batch_rows, row_groups=[number], columns=[TEXT]):
             # A string column may hold bytes that are not UTF-8, so read it as bytes.
             rows = part[TEXT][skip:].cast("large_binary").to_pylist()
-            yield [text and text.decode("utf-8", "replace") for text in rows]
+            yield [text and text.decode("utf-8", "replace") for text in rows]  # [] if all skipped
             skip = max(0, skip - len(part))
 
 def read_json(file, first):
@@ -393,7 +393,7 @@ def tokenize(texts, name):
     return np.concatenate(parts, dtype=token_dtype(encoding), casting="unsafe")  # all ids fit
 
 class Worker:
-    """A process that tokenizes. stop() kills it. It also ends when this process has ended."""
+    """A process that tokenizes. It ends when stop() is called or when the main process ends."""
     def __init__(self, encoding_name):
         context = multiprocessing.get_context("spawn")
         self.connection, far_end = context.Pipe()
@@ -442,7 +442,7 @@ def signals_deferred():
     arrived = []
     handlers = {}
     for number in (signal.SIGINT, signal.SIGTERM):
-        handlers[number] = signal.signal(number, lambda number, frame: arrived.append(number))
+        handlers[number] = signal.signal(number, lambda received, frame: arrived.append(received))
     can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
     if can_block:
         resource_tracker.ensure_running()  # multiprocessing unblocks signals when it starts this
@@ -450,7 +450,7 @@ def signals_deferred():
     try:
         yield
     finally:
-        if can_block:
+        if can_block:  # a blocked signal arrives now, while the handlers above are still in place
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -536,7 +536,7 @@ def write_manifest(cfg, files, shards):
                         "file": file_number, "row": row, "used": used})
     manifest = {"settings": settings_of(cfg, files_used), "shards": entries}
     content = json.dumps(manifest, indent=1).encode()
-    write_result(cfg, "manifest.json", lambda file: file.write(content))
+    write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
 
 def write_array(file, array):
     """Write the same bytes as np.save(). Unlike np.save(), fail if the disk is full."""
@@ -544,7 +544,7 @@ def write_array(file, array):
     np.lib.format.write_array_header_1_0(file, header)
     file.write(array.data)
 
-def write_result(cfg, name, write):
+def write_into_local_dir(cfg, name, write):
     """Write a file in local_dir with write(file). Raise UserError if that fails."""
     try:
         write_whole(Path(cfg.local_dir, name), write)
@@ -556,9 +556,10 @@ def write_result(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir that this run continues; [] to begin with shard 0.
 
-    Raise UserError if local_dir holds shards made with other settings or from other files. A
-    validation shard without training shards may be replaced, because a corpus that is too short
-    for the settings leaves one.
+    Raise UserError if local_dir holds shards made with other settings or from other files. If there
+    is only a validation shard, other settings are allowed, and it will be replaced. A run
+    on a corpus that is too short for a second shard ends like that. If a shard's file is missing,
+    the run continues there.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -569,8 +570,8 @@ def find_finished(cfg, files):
                             f"made: restore it, or choose another --local_dir.")
         return []
     before, shards = read_manifest(manifest)
-    files_used = shards[-1].end.file_number + 1 if shards else 0  # later files may have changed
-    now = settings_of(cfg, files[:files_used])
+    n_files_used = shards[-1].end.file_number + 1 if shards else 0  # later files may have changed
+    now = settings_of(cfg, files[:n_files_used])
     changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                for name in {**before, **now} if before.get(name) != now.get(name)]
     if not changes:
@@ -590,7 +591,8 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     shard = np.empty(shard_size, dtype)
     filled = 0
     skip = start.used  # tokens at the start of `results` that belong to earlier shards
-    with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:  # on a terminal
+    # disable=None shows the bar only on a terminal
+    with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
             position = min(skip, len(tokens))
             skip -= position
@@ -626,7 +628,7 @@ def add_shards(cfg, files, finished):
         for tokens, end in cut:
             name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
             documents = int(np.count_nonzero(tokens == encoding.eot_token))
-            write_result(cfg, name, lambda file: write_array(file, tokens))
+            write_into_local_dir(cfg, name, lambda file: write_array(file, tokens))
             shards.append(Shard(name, tokens=len(tokens), documents=documents, end=end))
             write_manifest(cfg, files, shards)
             tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents")

@@ -153,16 +153,17 @@ def prepare(examples, model, encode=gpt2_encode):
     """Tokenize questions for a model; return them as Prepared.
 
     examples: dicts as from iterate_examples(). encode: a function from a text to the model's token
-    ids. The model's config gives its context size: block_size or max_position_embeddings, else
+    ids. The model's config gives its longest context: block_size or max_position_embeddings, else
     1024. All four rows of a question have the same context, cut on the left if one is too long.
     """
     config = getattr(model, "config", None)
-    context_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
-    longest_row = context_size + 1  # the last token of a row is predicted and never an input
+    block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
+    longest_row = block_size + 1  # the last token of a row is predicted and never an input
     rows, labels, lengths, cut = [], [], [], 0
     for example in examples:
         context, endings = tokenize(example, encode)
-        endings = [ending[:context_size] for ending in endings]  # leave one token of the context
+        # Cut an ending so that at least one token of the context fits in front of it
+        endings = [ending[:block_size] for ending in endings]
         longest_ending = max(len(ending) for ending in endings)
         longest_context = longest_row - longest_ending
         cut += len(context) > longest_context
@@ -173,8 +174,9 @@ def prepare(examples, model, encode=gpt2_encode):
     return Prepared(batches, torch.tensor(labels), torch.tensor(lengths), cut)
 
 def make_batches(rows, batch_tokens):
-    """Return Prepared.batches: all rows, each a pair (context, ending), longest rows first.
+    """Return Prepared.batches, the longest rows first.
 
+    rows: pairs (context, ending) of token ids.
     batch_tokens: the largest size of a batch, rows times length.
     Rows of similar length share a batch, because padding in file order would add 25 % to
     HellaSwag's tokens with CPU_BATCH and 42 % with GPU_BATCH. The longest rows come first, so that

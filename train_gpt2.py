@@ -64,7 +64,7 @@ from fineweb import (  # noqa: E402
     UserError, encoding_parts, first_line, get_encoding, hugging_face_tokenizer, lock_folder,
     make_config, parse_flags, remove_unfinished, token_dtype, write_whole)
 
-# ---- Constants. --help prints the comments behind them
+# ---- Constants. --help prints the comment at the end of each line
 @dataclass(frozen=True)
 class Config:
     """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
@@ -90,8 +90,8 @@ class Config:
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
-    epochs: float = 0.0             # passes over the data; if above 0, they decide max_steps
-    minutes: float = 0.0            # minutes of training; if above 0, they decide max_steps
+    epochs: float = 0.0             # passes over the data; above 0, it decides max_steps
+    minutes: float = 0.0            # minutes of training; above 0, it decides max_steps instead
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # largest norm of the gradient; 0 = no clipping
     # Monitoring; 0 = never
@@ -106,7 +106,7 @@ class Config:
     top_k: int = 50                 # sample from the k most likely tokens; 0 = from all
     sample: int = 0                 # print this many samples instead of training
     log_dir: str = "log"            # folder of the run: log, checkpoints, curves, export
-    save_every: int = 250           # steps between checkpoints (two newest and best are kept)
+    save_every: int = 250           # steps between checkpoints; two newest and the best stay
     keep_every: int = 5000          # steps between checkpoints that are never deleted
     # The machine
     device: str = "auto"            # auto (CUDA, else MPS, else CPU), cuda, cuda:1, mps or cpu
@@ -133,7 +133,7 @@ FINETUNE = dict(
 class GPTConfig:
     """The constants of a model, with GPT-2's as defaults.
 
-    In a run, build_model() takes the values of those constants that Config has, too, from there.
+    In a run, build_model() replaces the values of those that also exist in Config.
     """
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded to a multiple of 128
@@ -162,9 +162,10 @@ def draw_later(layer, std=0.02):
     """Give a layer a bias of 0 and a weight that GPT.init_weights() will draw from Normal(0, std).
 
     The draw has to wait because it depends on the parameter's full name, which exists only when
-    the whole GPT has been built. Until then the weight holds PLACEHOLDER. To change a drawn weight,
-    do it at the end of GPT.__init__: check_parameters() reports a weight that was changed or copied
-    too early. A layer that sets its own weights does not need this function.
+    the whole GPT has been built. Until then each entry of the weight is PLACEHOLDER. A module may
+    still set its weights after this call: only entries that are PLACEHOLDER are drawn. To scale or
+    copy a drawn weight, do it at the end of GPT.__init__. check_parameters() reports a weight that
+    was scaled or copied too early.
     """
     nn.init.constant_(layer.weight, PLACEHOLDER)
     layer.weight.init_std = std  # init_weights() draws the parameters that have this attribute
@@ -227,8 +228,8 @@ class GPT(nn.Module):
             h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             ln_f=Norm(config.n_embd)))
         self.dropout = nn.Dropout(config.dropout)
-        # For edits: draw_later() matters only if you remove the statement that ties the weights
         self.lm_head = draw_later(nn.Linear(config.n_embd, config.vocab_size, bias=False))
+        # Replace the weight that lm_head has of its own (remove this statement to untie the two).
         # The input embedding is also the output matrix: tokens with similar meanings are similar
         # in both roles, and 39 M parameters are saved (Press and Wolf 2017)
         self.lm_head.weight = self.transformer.wte.weight
@@ -247,7 +248,6 @@ class GPT(nn.Module):
                 generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
                 draw = torch.empty(p.shape, device="cpu").normal_(std=p.init_std,
                                                                   generator=generator)
-                # A module may have set weights itself after draw_later(): leave these alone
                 p.copy_(torch.where(p == PLACEHOLDER, draw.to(p.device), p))
         # The rows of the padding get no gradient: they stay at 0
         self.transformer.wte.weight[self.config.n_vocab:] = 0
@@ -264,7 +264,8 @@ class GPT(nn.Module):
         """
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
-        if torch.is_autocast_enabled(x.device.type):  # embeddings are float32: halve the traffic
+        if torch.is_autocast_enabled(x.device.type):
+            # Embeddings are float32. A residual stream in bfloat16 halves the memory traffic
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.dropout(x)
         for block in self.transformer.h:
@@ -289,7 +290,8 @@ class GPT(nn.Module):
             temperature, top_k = 1.0, 1
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            with torch.compiler.set_stance("force_eager"):  # else each length would be compiled
+            # set_up() may have compiled this model in place. Each length would be compiled anew
+            with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, n_vocab)
             if top_k:
                 kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
@@ -311,12 +313,14 @@ class GPT(nn.Module):
         UserError.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
-        model = cls(model_config(weights, constants))
+        model = cls(config_for_weights(weights, constants))
         load_tensors(model, weights)
         return model
 
 def build_model(cfg, encoding, weights=None):
-    """Return the GPT to train, new or with given weights. Continued runs call this function, too.
+    """Return the GPT to train, new or with given weights.
+
+    A run that continues calls this function, too. Afterwards its State restores all weights.
 
     To freeze parameters, set requires_grad=False before the return. A teacher belongs here as well:
     keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its parameters do not
@@ -336,11 +340,12 @@ def model_constants(cfg):
 
 # ---- Data
 class DataLoaderLite:
-    """Rows of T + 1 tokens from shards, numbered without end.
+    """Rows of T + 1 tokens from shards.
 
-    Row i of a shard begins at its token i * T. The model reads the first T tokens of a row and
-    predicts the last T, so the last token of a row is also the first token of the next one. An
-    epoch visits each row once, in file order or in an order drawn from (seed, epoch).
+    The rows of a shard begin at its tokens 0, T, 2 T and so on. The model reads the first T tokens
+    of a row and predicts the last T, so the last token of a row is also the first token of the next
+    one. An epoch visits each row once, in file order or in an order drawn from (seed, epoch). The
+    methods number rows in the order in which they are visited, epoch after epoch, without end.
 
     shards: paths of .npy files, or arrays of token ids (N,). Ids of n_vocab or more are refused.
     recut: cut later epochs at other places than the first (see locate).
@@ -454,9 +459,10 @@ class Muon(torch.optim.Optimizer):
         self.dtype = dtype
 
     def smoothed_gradient(self, p, momentum):
-        """Add the gradient g to its running average, and return Nesterov's mixture of the two.
+        """Update the running average of the gradient g, and return Nesterov's momentum.
 
-        average <- m average + (1 - m) g; the result is m average + (1 - m) g once more.
+        The new average is m * old average + (1 - m) * g. The result applies the same formula to
+        the new average.
         """
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -505,10 +511,12 @@ class State:
     """Everything that later steps depend on, apart from constants and data.
 
     A checkpoint saves each attribute, and a restart restores it: numbers, strings, tensors, lists
-    of these, and objects that have state_dict(), alone or in a list. Put your own attributes here
-    (a running mean, averaged weights). One that cannot be saved is reported before the first step.
+    and dicts of these, and objects that have state_dict(), alone or in a list. Put your own
+    attributes here (a running mean, averaged weights). One that cannot be saved is reported before
+    the first step.
 
-    raw_model is the GPT without the DDP wrapper around it. torch.compile changes it in place.
+    raw_model is the GPT without the DDP wrapper around it. If the model is compiled, then in place:
+    raw_model(idx) runs the compiled code.
     """
     raw_model: nn.Module
     optimizers: list
@@ -520,31 +528,20 @@ class State:
     def __post_init__(self):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                # The numbers that the code gives the group. The schedule scales lr from there, and
-                # a restart tells by them which numbers training has changed
+                # What the code gives the group, above all the lr at the peak of the schedule
                 group["as_built"] = {name: value for name, value in group.items()
                                      if name not in ("params", "param_names", "as_built")}
 
     @property
     def eval_model(self):
-        """The GPT that is validated, sampled and exported. To average weights, return theirs."""
+        """The GPT that is validated, sampled and exported. For edits: it may be an averaged one."""
         return self.raw_model
 
     def state_dict(self):
-        saved = {name: content_of(value) for name, value in vars(self).items()}
-        # For whoever reads the weights: they are raw_model's own, unless an edit averages weights
-        return saved | {"eval_model": self.eval_model.state_dict(),
-                        "gpt_config": asdict(self.raw_model.config)}
+        return state_to_save(self)
 
     def load_state_dict(self, saved):
-        """Restore what state_dict() returned. An attribute that it lacks keeps its first value."""
-        device = next(self.raw_model.parameters()).device
-        for name, content in saved.items():
-            if name not in ("eval_model", "gpt_config"):
-                setattr(self, name, restore(getattr(self, name, None), content, device))
-        # For edits: if eval_model is an average that was added since the checkpoint, it begins at
-        # the weights of the checkpoint
-        self.eval_model.load_state_dict(saved["eval_model"])
+        restore_state(self, saved)
 
 @dataclass
 class Run:
@@ -558,7 +555,7 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; turns nats per token into nats per byte
-    questions: object = None      # HellaSwag's, as rows of tokens; None: it is not scored
+    questions: object = None      # a hellaswag.Prepared; None: HellaSwag is not scored
     folder: "RunFolder" = None    # log_dir; None during the trial steps of steps_that_fit()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step that was validated last
@@ -567,7 +564,9 @@ class Run:
 
 @torch.no_grad()
 def validation_loss(run, loader, model=None):
-    """Return the mean loss of eval_model, or of `model`, over val_tokens tokens, in nats per token.
+    """Return the mean loss of eval_model over val_tokens tokens, in nats per token.
+
+    For edits: `loader` may be that of a second validation set, and `model` another model.
 
     Each process sums over its share of the rows, so the result is the same for any B and any
     number of processes.
@@ -600,23 +599,23 @@ def read_step(run):
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
 def loss_weights(batches):
-    """Return for each micro-batch the weight of its mean loss in the loss of the step.
+    """Return the weight of each micro-batch's mean loss in the loss of the step.
 
-    The loss of a step is the mean over all its targets. If every target counts, the weight is
-    1 / number of micro-batches, as always in gradient accumulation. For edits: with targets of
-    -100 it is the micro-batch's share of the targets that count, in all processes together.
+    The loss of a step is the mean over all its targets. In the unedited file each weight is 1 /
+    number of micro-batches of this process, as always in gradient accumulation. For edits: if some
+    targets are -100, a micro-batch weighs as much as the targets in it that are not.
     """
-    counts = [(y >= 0).sum() for _, _, y in batches]
-    in_step = sum_over_ranks(torch.stack(counts).sum())
+    n_targets = [(y >= 0).sum() for _, _, y in batches]
+    n_in_step = sum_over_ranks(torch.stack(n_targets).sum())  # in all processes
     # DDP will divide the sum over the processes by their number, so multiply by it here
-    return [count * world_size() / in_step for count in counts]
+    return [n * world_size() / n_in_step for n in n_targets]
 
 def train_step(run):
     """Take one optimizer step. Return the loss and the gradient's norm before clipping.
 
-    The loss is this process's part: its mean over all processes is the mean over all targets of the
-    step. Both values are tensors on the device, so the CPU need not wait for the GPU. (In float16
-    it waits, since GradScaler has to know whether a gradient overflowed.)
+    With several processes, the loss of the step is the mean of the losses that they return. Both
+    values are tensors on the device, so the CPU need not wait for the GPU. (In float16 it waits,
+    since GradScaler has to know whether a gradient overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
@@ -649,7 +648,7 @@ def train_step(run):
     return step_loss, norm
 
 def step_optimizers(state, cfg, norm):
-    """Set the learning rate of each group, and let the optimizers update the weights."""
+    """Set the learning rates, update the weights, and clear the gradients."""
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["as_built"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
@@ -673,22 +672,23 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            run.folder.save(state)  # first, so that an evaluation that fails costs no steps
+            # First, so that an evaluation that fails costs no steps. A step is saved only once
+            run.folder.save(state)
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.questions:
             report(run, step, "hella", hellaswag_score(run), print_always=True)
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
             run.folder.plot()
-        is_trained = step > 0 or cfg.max_steps == 0  # the latter: given weights, to be evaluated
-        if due(cfg.sample_every, run) and is_trained:
+        # No sample before training, unless the model is only evaluated
+        if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):
             print_sample(run)
         if step >= cfg.max_steps:
             break
         start = time.perf_counter()
         loss, norm = train_step(run)
         # One value per process. This is where the CPU waits for the GPU
-        losses, norms, signals = gather(loss, norm, run.signal_came.is_set())
+        losses, norms, signals = all_gather(loss, norm, run.signal_came.is_set())
         add_time(run, time.perf_counter() - start)
         check_step(run, losses, norms)
         report_step(run, loss=statistics.fmean(losses), norm=norms[0])
@@ -736,12 +736,16 @@ def in_todays_form(content):
         optimizer["class"] = name
     return content
 
+def verify_checkpoint(path):
+    """Raise UserError if a checkpoint is damaged."""
+    read_checkpoint(path)
+
 def newest_checkpoint(folder):
     """Return the path of the newest undamaged checkpoint, or None if there is no checkpoint."""
     found = find_checkpoints(folder)
     for path in found.values():
         try:
-            read_checkpoint(path)
+            verify_checkpoint(path)
             return path
         except UserError as e:
             print0(f"{e} Trying the one before it.")
@@ -760,7 +764,7 @@ def best_checkpoint(folder):
         best_step, last_validated_step = min(losses, key=losses.get), max(losses)
         if best_step != last_validated_step:
             try:
-                read_checkpoint(found[best_step])
+                verify_checkpoint(found[best_step])
                 return found[best_step]
             except UserError as e:
                 print0(f"{e} It had the lowest validation loss. Using the newest one instead.")
@@ -808,7 +812,7 @@ def without_dropout(config):
     constants = config if isinstance(config, dict) else asdict(config)
     return {name: value for name, value in constants.items() if name != "dropout"}
 
-def model_config(weights, constants):
+def config_for_weights(weights, constants):
     """Return the GPTConfig for weights. For what the weights decide, `constants` are ignored."""
     config = constants | weights.config
     if unknown := config.keys() - asdict(GPTConfig()).keys():
@@ -860,7 +864,8 @@ def check_same_function(ours, hf, end_of_text):
     """Raise ValueError if our model and a Hugging Face model, both on the CPU, differ in logits."""
     c = ours.config
     idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    # For edits: with an end of text in the middle, a model whose attention stops there differs, too
+    # For edits: attention that does not cross the end of a text makes a difference only if there is
+    # one in the middle
     idx[0, c.block_size // 2] = end_of_text
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
@@ -878,6 +883,7 @@ def code_checksum():
     lines = path.read_text(encoding="utf-8").splitlines()
     tree = ast.parse("\n".join(lines))
     for node in tree.body:
+        # Blank out the class Config and the assignments to SMALL and FINETUNE
         names = [ast.unparse(target) for target in getattr(node, "targets", [])]
         if {"Config", "SMALL", "FINETUNE"}.intersection([getattr(node, "name", ""), *names]):
             lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
@@ -901,7 +907,8 @@ def modules_beside(path, seen):
             found |= {module, *modules_beside(module, seen | {name})}
     return found
 
-# ---- Command line and settings: every constant gets its final value here, before anything uses it
+# ---- Command line and settings: every constant gets its final value here, before anything uses it.
+# (If max_steps depends on the data or on a measurement, it gets its value while the run is set up)
 PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 
 def main():
@@ -939,7 +946,7 @@ def run_command(flags):
         return
     print0(first_lines)
     run = set_up(cfg, device, start)
-    del start  # the model and the optimizers have copies
+    del start  # free what the model and the optimizers do not use
     with contextlib.closing(run.folder):  # whatever ends train(), a save in progress is finished
         train(run)
 
@@ -950,8 +957,8 @@ def is_text(data):
 @dataclass(frozen=True)
 class Start:
     """What a command begins with."""
-    weights: Weights | None = None   # None: new weights, drawn from the seed
-    checkpoint: dict = field(default_factory=dict)  # of the run to continue; {}: it is a new run
+    weights: Weights | None = None   # that init_from asks for; None: they are drawn from the seed
+    checkpoint: dict = field(default_factory=dict)  # of the run to continue; {}: the run is new
 
 def resolve_config(flags, device=torch.device("cpu")):
     """Return (cfg, Start, first lines): the constants, what to begin with, and a description.
@@ -982,7 +989,7 @@ def resolve_config(flags, device=torch.device("cpu")):
         preset = finetune_preset(start.weights) | preset
     if "max_steps" in flags:  # then epochs and minutes of the preset do not decide it
         preset = preset | {"epochs": 0.0, "minutes": 0.0}
-    decided = constants_of_weights(start, flags.get("init_from", Config.init_from))
+    decided = constants_of_weights(start.weights) if start.weights else {}
     check_flags_against_weights(flags, decided, start.weights)
     cfg = make_config(Config, preset | decided | flags)
     lines = f"{note}settings  {description_of_preset(preset_name, cfg, preset | decided)}"
@@ -1004,8 +1011,10 @@ def find_start(cfg, device):
                         "continues a run. Leave out --init_from.")
     if not cfg.sample:
         checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-        if checkpoint:
-            return Start(weights_in_checkpoint(checkpoint, cfg.log_dir), checkpoint)
+        if checkpoint:  # it has the weights that init_from stood for; their source may be gone
+            is_new = cfg.init_from == "scratch"
+            weights = None if is_new else weights_in_checkpoint(checkpoint, cfg.log_dir)
+            return Start(weights, checkpoint)
     elif cfg.init_from == "scratch":
         if not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
@@ -1015,13 +1024,15 @@ def find_start(cfg, device):
 
 def read_newest_checkpoint(log_dir, device):
     """Return the content of the newest undamaged checkpoint, or {}. Rank 0 decides which it is."""
-    newest = [newest_checkpoint(log_dir) if rank() == 0 else None]  # a list, to be filled
+    path = newest_checkpoint(log_dir) if rank() == 0 else None
     if world_size() > 1:  # processes may see different files on a shared disk
-        dist.broadcast_object_list(newest)
-    if newest[0] is None:
+        box = [path]
+        dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
+        path = box[0]
+    if path is None:
         return {}
     # Do not map the file on a CPU: AdamW keeps the tensors, and Windows cannot delete a mapped file
-    return read_checkpoint(newest[0], mmap=device.type != "cpu")
+    return read_checkpoint(path, mmap=device.type != "cpu")
 
 def finetune_preset(weights):
     """Return the constants of FINETUNE that depend on the weights.
@@ -1033,15 +1044,8 @@ def finetune_preset(weights):
     return {"max_lr": 0.1 / weights.config["n_embd"],
             "T": min(1024, 2 ** int(math.log2(block_size)))}
 
-def constants_of_weights(start, init_from):
-    """Return the constants of Config that weights decide; none if the model is new.
-
-    If a run that began from scratch continues, its weights do not decide either. There
-    check_same_training() compares the constants with those of the run.
-    """
-    weights = start.weights
-    if weights is None or (init_from == "scratch" and start.checkpoint):
-        return {}
+def constants_of_weights(weights):
+    """Return the constants of Config that weights decide."""
     decided = {name: value for name, value in weights.config.items() if name in asdict(Config())}
     return decided | ({"encoding": weights.encoding} if weights.encoding else {})
 
@@ -1126,7 +1130,7 @@ def sum_over_ranks(tensor):
     return tensor
 
 def print0(text):
-    """Print a text from rank 0, in one piece, since the thread that saves prints, too."""
+    """Print a text from rank 0, in one piece, because the saving thread also prints."""
     if rank() == 0:
         with contextlib.suppress(OSError, RuntimeError):  # full disk; signal during a print
             print(f"{text}\n", end="", flush=True)
@@ -1318,7 +1322,8 @@ def tokens_per_byte(loader, encoding, val_tokens):
 
 # ---- The run's folder: it survives kills and full disks, and no run overwrites another
 
-# A run may continue with other values of these. Epochs are compared as the max_steps they lead to
+# A run may continue with other values of these constants. (Other epochs usually lead to other
+# max_steps, which are compared.)
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -1373,9 +1378,9 @@ class RunFolder:
         self.starts = []          # for run.json: time, step, command, versions of each start
         self.log = None           # log.txt, once begin() has opened it
         self.thread = ThreadPoolExecutor(max_workers=1)
-        self.save_in_progress = None  # a Future, also of a save that is finished
-        self.plot_in_progress = None
-        self.safe_step = -1       # the step that need not be saved: it is on disk or easily redone
+        self.last_save = None     # its Future
+        self.last_plot = None
+        self.safe_step = -1       # the step that need not be saved: it is on disk, or it is step 0
         self.failure = ""         # why the last save that failed did so
         self.host_buffers = {}    # memory of the last save, which the next one uses again
 
@@ -1402,7 +1407,7 @@ class RunFolder:
         self.write_run()
         self.log = open_log(self.path / "log.txt", step)
         if continues or self.cfg.init_from == "scratch":
-            self.safe_step = step  # it was just loaded, or the seed can draw it again
+            self.safe_step = step  # it was just loaded, or it is step 0, drawn from the seed
 
     def close(self):
         """Wait for a save in progress, and close log.txt."""
@@ -1421,29 +1426,29 @@ class RunFolder:
         """Start to save a step, unless it is saved. Training waits only until it is copied."""
         if rank() != 0:
             return
-        self.finish_save()  # it still reads the buffers
+        self.wait_for_save()  # the previous save still reads the buffers
         if self.safe_step == state.step:
             return
-        with contextlib.suppress(OSError):  # the log of a step is on disk before its checkpoint
-            os.fsync(self.log.fileno())
+        with contextlib.suppress(OSError):
+            os.fsync(self.log.fileno())  # the log of a step is on disk before its checkpoint
         content = state.state_dict()
         check_can_be_saved(content)
         content |= {"encoding": self.cfg.encoding, "constants": asdict(self.cfg),
                     "data": self.fingerprint, "code": code_checksum()}
         content, self.host_buffers = copy_to_host(content, self.host_buffers)
-        self.save_in_progress = self.thread.submit(self.write_checkpoint, content)
+        self.last_save = self.thread.submit(self.write_checkpoint, content)
 
-    def finish_save(self):
-        """Wait for a save in progress."""
-        if self.save_in_progress:
-            self.save_in_progress.result()
+    def wait_for_save(self):
+        """Wait until the last save is finished."""
+        if self.last_save:
+            self.last_save.result()
 
     def write_checkpoint(self, content):
         """Write and verify a checkpoint, rename it, then delete those that need not be kept."""
         step, start = content["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
-            write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
+            write_whole(path, lambda file: torch.save(content, file), verify=verify_checkpoint)
         except (OSError, RuntimeError, UserError) as e:
             while e.__context__:  # torch.save raises a RuntimeError that hides an OSError
                 e = e.__context__
@@ -1468,9 +1473,9 @@ class RunFolder:
     def plot(self):
         """Plot in the background, if matplotlib is installed. Drop a plot that still waits."""
         if rank() == 0 and importlib.util.find_spec("matplotlib"):
-            if self.plot_in_progress:
-                self.plot_in_progress.cancel()
-            self.plot_in_progress = self.thread.submit(plot_curves, self.path)
+            if self.last_plot:
+                self.last_plot.cancel()
+            self.last_plot = self.thread.submit(plot_curves, self.path)
 
 def copy_to_host(content, buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
@@ -1505,8 +1510,9 @@ def check_can_be_saved(content):
                             "it.")
         if (bad := unsavable_part(value)) is not None:
             raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
-                            "checkpoint cannot hold. Use numbers, strings, tensors, lists of "
-                            "these, or an object that has state_dict() and load_state_dict().")
+                            "checkpoint cannot hold. Use numbers, strings, tensors, lists or "
+                            "dicts of these, or an object with state_dict() and "
+                            "load_state_dict().")
 
 def unsavable_part(content):
     """Return the first part of nested content that cannot be read with weights_only=True."""
@@ -1532,6 +1538,26 @@ def open_log(path, step):
 
 # ---- Saving and restoring State: whatever an edit puts there continues after a restart, or is
 # reported
+def state_to_save(state):
+    """Return what a checkpoint holds of State: all attributes, and the weights for other programs.
+
+    Other programs read eval_model. Its tensors are raw_model's own, which are saved only once,
+    unless an edit averages weights.
+    """
+    attributes = {name: content_of(value) for name, value in vars(state).items()}
+    return attributes | {"eval_model": state.eval_model.state_dict(),
+                         "gpt_config": asdict(state.raw_model.config)}
+
+def restore_state(state, saved):
+    """Restore what state_to_save() returned. A missing attribute keeps its initial value."""
+    device = next(state.raw_model.parameters()).device
+    for name, content in saved.items():
+        if name not in ("eval_model", "gpt_config"):
+            setattr(state, name, restore(getattr(state, name, None), content, device))
+    # For edits: if eval_model is an average that was added since the checkpoint, it begins at the
+    # weights of the checkpoint
+    state.eval_model.load_state_dict(saved["eval_model"])
+
 def content_of(value):
     """Return what a checkpoint holds of an attribute of State."""
     if isinstance(value, torch.optim.Optimizer):
@@ -1555,13 +1581,19 @@ def restore(value, content, device):
     elif isinstance(value, list) and any(hasattr(part, "load_state_dict") for part in value):
         for part, content_of_part in zip(value, content, strict=True):
             restore(part, content_of_part, device)
-    elif isinstance(content, dict):
-        raise ValueError("State lacks an object that the checkpoint has a state_dict() of")
-    elif torch.is_tensor(content):
-        return content.to(value.device if torch.is_tensor(value) else device)
+    elif isinstance(content, dict) and not isinstance(value, dict):
+        raise ValueError("the checkpoint has the state_dict() of an object that State lacks")
     else:
-        return content
+        return moved(content, value.device if torch.is_tensor(value) else device)
     return value
+
+def moved(content, device):
+    """Return nested content with its tensors on a device."""
+    if isinstance(content, dict):
+        return {key: moved(part, device) for key, part in content.items()}
+    if isinstance(content, list):
+        return [moved(part, device) for part in content]
+    return content.to(device) if torch.is_tensor(content) else content
 
 def load_optimizer(optimizer, content):
     """Load the state of an optimizer. Raises ValueError if it is one of another class.
@@ -1572,14 +1604,17 @@ def load_optimizer(optimizer, content):
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
         raise ValueError(f"it has the state of {content['class']}, the code has {class_name}")
-    in_code = [group["as_built"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(content)  # all numbers are now those of the checkpoint
-    for group, code in zip(optimizer.param_groups, in_code):
-        built = group.get("as_built")  # None in older checkpoints: there, every number continues
-        unchanged = {name for name in code if built and group.get(name) == built.get(name)}
-        group |= {name: value for name, value in code.items()
-                  if name in unchanged or name not in group}
-        group["as_built"] = code
+    numbers_in_code = [group["as_built"] for group in optimizer.param_groups]
+    optimizer.load_state_dict(content)  # now each group has the numbers of the checkpoint
+    for group, in_code in zip(optimizer.param_groups, numbers_in_code):
+        # The numbers that the code gave the group when this run was last started. None: an older
+        # version did not save them, and every number continues
+        at_start = group.get("as_built")
+        for name, number in in_code.items():
+            training_changed_it = at_start is None or group.get(name) != at_start.get(name)
+            if name not in group or not training_changed_it:
+                group[name] = number
+        group["as_built"] = in_code
 
 # ---- Setting up: data, checkpoint and model are checked before any file of the run changes
 def set_up(cfg, device, start=Start()):
@@ -1595,7 +1630,7 @@ def set_up(cfg, device, start=Start()):
     set_attention(cfg, device, dtype)
     check_weights_fit(start.weights, cfg, encoding)
     raw_model = build_model(cfg, encoding, start.weights).to(device)
-    state = build_state(raw_model, cfg, dtype, saved)  # a run that continues gets its weights here
+    state = build_state(raw_model, cfg, dtype, saved)
     if compiled:
         raw_model.compile()
     run = Run(
@@ -1639,7 +1674,7 @@ def check_weights_fit(weights, cfg, encoding):
                         "--encoding or --T.")
 
 def build_state(raw_model, cfg, dtype, saved):
-    """Return a new State, or that of a checkpoint. Raises UserError."""
+    """Return a new State, or that of a checkpoint, with its weights. Raises UserError."""
     muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
     optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
     check_parameters(raw_model, optimizers)
@@ -1748,7 +1783,7 @@ def write_log(run, step, stream, value):
         with contextlib.suppress(OSError):  # a full disk
             run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
 
-def gather(loss, norm, signal_came):
+def all_gather(loss, norm, signal_came):
     """Return what all processes have: [losses, norms, whether a signal came], three lists."""
     signal_came = torch.full_like(loss, signal_came)  # made on the GPU: copying it there would wait
     mine = torch.stack((loss, norm, signal_came))
@@ -1831,7 +1866,7 @@ def validate(run):
     return loss
 
 def warnings_about(run, saved):
-    """Return what people must know who compare this run with others. run.json keeps it."""
+    """Return warnings for people who compare this run with others. run.json keeps them."""
     warnings = [loss_warning(run)]
     if saved and is_of_other_code(saved.get("code")):
         warnings.append(f"train_gpt2.py was edited: from step {run.state.step} on, other code "
@@ -1930,7 +1965,7 @@ def finish(run, stopped):
     if ended_by_break and run.validated_step != step:
         validate(run)
     run.folder.save(run.state)
-    run.folder.finish_save()
+    run.folder.wait_for_save()
     if rank() == 0 and run.folder.safe_step != step:
         raise UserError(f"Step {step} is not saved ({run.folder.failure}): free some space, and "
                         "start the same command again.")
@@ -1985,11 +2020,12 @@ def export(run):
     except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {first_line(e)}.")
 
-# ---- Hugging Face: a model is exported only if transformers computes the same logits
-def save_hugging_face(raw_model, folder, encoding=None):
+# ---- Hugging Face: a model is exported only if transformers computes the same logits. (Reading is
+# in load_hugging_face() above, where TRANSPOSED is explained)
+def save_hugging_face(model, folder, encoding=None):
     """Write a folder that transformers loads, with the tokenizer. Raises UserError."""
     import transformers
-    c = raw_model.config
+    c = model.config
     end = encoding.eot_token if encoding else c.n_vocab - 1
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
@@ -1997,7 +2033,7 @@ def save_hugging_face(raw_model, folder, encoding=None):
         n_ctx=c.block_size))  # llama.cpp's converter asks for n_ctx
     hf.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
     ours, weights = GPT(c), {}  # a copy on the CPU that is not compiled
-    ours.load_state_dict(raw_model.state_dict())
+    ours.load_state_dict(model.state_dict())
     for key, weight in ours.state_dict().items():
         if key in ("transformer.wte.weight", "lm_head.weight"):
             weight = weight[:c.n_vocab]

@@ -339,7 +339,7 @@ def step_side(repeats, warmup, fused=True, logits=False, flash=True, tf32=True, 
                 row = t.rows_before(run.cfg, run.state.step)
                 fetched[row] = read(row, run.cfg.B, run.device)
             if len(waiting) > late:
-                t.gather(*waiting.pop(0), False)  # waits for the GPU
+                t.all_gather(*waiting.pop(0), False)  # waits for the GPU
         [seconds] = median_seconds(one_step, repeats=repeats, warmup=warmup)
         return figures_of(seconds, run.cfg, model)
 
@@ -591,7 +591,7 @@ def save_side(**constants):
         for _ in range(5):
             run.state.step += 1
             stall = seconds_of(run.folder.save, run.state)
-            whole = stall + seconds_of(run.folder.finish_save)
+            whole = stall + seconds_of(run.folder.wait_for_save)
             size = t.newest_checkpoint(run.folder.path).stat().st_size
             blocks = [block] * (size // len(block))
             plain = seconds_of(t.write_whole, Path("plain"), lambda file: file.writelines(blocks))
@@ -750,7 +750,7 @@ def duties_side(**constants):
     with training_run(**constants, val_tokens=tokens, hellaswag_every=250) as run:
         duties = (lambda: t.validation_loss(run, run.val_loader), lambda: t.hellaswag_score(run),
                   lambda: t.print_sample(run))
-        return [*median_seconds(lambda: t.gather(*t.train_step(run), False), **TIMES),
+        return [*median_seconds(lambda: t.all_gather(*t.train_step(run), False), **TIMES),
                 *median_seconds(*duties, repeats=3, warmup=1)]
 
 def duty_rows():

@@ -151,7 +151,7 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     again, _ = t.copy_to_host({"model": [weight]}, buffers)
     assert again["model"][0] is first and first.all()
     seen = mock.MagicMock()
-    folder.save_in_progress, folder.log, folder.thread = seen.saving, seen.log, seen.thread
+    folder.last_save, folder.log, folder.thread = seen.saving, seen.log, seen.thread
     monkeypatch.setattr(t, "copy_to_host", lambda *args: (seen.copy(*args), {}))
     monkeypatch.setattr(t.os, "fsync", seen.fsync)
     folder.save(mock.MagicMock(step=5, **{"state_dict.return_value": {}}))

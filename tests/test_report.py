@@ -151,9 +151,9 @@ def test_processes_agree_on_a_step(monkeypatch):
     """
     mine = torch.tensor(2.5), torch.tensor(0.75)
     step_399(monkeypatch)
-    assert t.gather(*mine, signal_came=True) == [[2.5], [0.75], [1]]
+    assert t.all_gather(*mine, signal_came=True) == [[2.5], [0.75], [1]]
     run = step_399(monkeypatch, (3.5, 0.7500001, 1.0), (6.0, 0.75, 0.0))
-    losses, norms, signals = t.gather(*mine, signal_came=False)
+    losses, norms, signals = t.all_gather(*mine, signal_came=False)
     assert losses == [2.5, 3.5, 6.0] and signals == [0, 1, 0]
     t.check_step(run, losses, norms)
     with pytest.raises(t.UserError, match="step 399 .*0.75 .*0.7501.* different models"):

@@ -244,7 +244,7 @@ def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
         monkeypatch.setattr(t, name, lambda *_, name=name, **__: seen.append(name))
     monkeypatch.setattr(t, "hellaswag_score", lambda run: seen.append("hellaswag"))
     monkeypatch.setattr(t, "train_step", train_step)
-    monkeypatch.setattr(t, "gather", lambda loss, norm, _: ([loss], [norm], [state.step == 9]))
+    monkeypatch.setattr(t, "all_gather", lambda loss, norm, _: ([loss], [norm], [state.step == 9]))
     monkeypatch.setattr(t, "report", lambda run, step, stream, *_, **__: seen.append(stream))
     t.train(run)
     evaluated, hella = ["save", "validate"], ["hellaswag", "hella"]
