@@ -222,13 +222,24 @@ def refuse_cpu_tensors(collective, is_nccl):
 
 
 def replace_nccl(torch):
-    """Let init_process_group("nccl") use gloo, on GPU tensors only."""
+    """Let init_process_group("nccl") use gloo, on GPU tensors only and with a GPU per process."""
     dist = torch.distributed
-    init, groups = dist.init_process_group, []
+    init, all_gather, groups = dist.init_process_group, dist.all_gather, []
+
+    def refuse_shared_gpus(device_id):
+        mine = torch.tensor(device_id.index if device_id else torch.cuda.current_device())
+        gpus = [torch.zeros_like(mine) for _ in range(dist.get_world_size())]
+        all_gather(gpus, mine)
+        if len({gpu.item() for gpu in gpus}) < len(gpus):
+            raise RuntimeError("Duplicate GPU detected: NCCL needs a GPU for each process")
 
     def init_process_group(backend=None, device_id=None, **kwargs):
         groups.append(backend)
-        init("cpu:gloo,cuda:gloo" if backend == "nccl" else backend, **kwargs)
+        if backend == "nccl":
+            init("cpu:gloo,cuda:gloo", **kwargs)
+            refuse_shared_gpus(device_id)
+        else:
+            init(backend, **kwargs)
     dist.init_process_group = init_process_group
     for name in COLLECTIVES:
         collective = getattr(dist, name)

@@ -197,6 +197,29 @@ def test_eight_gpus_that_are_stopped_and_continued_on_four_are_one(folder, optim
     assert "4 x cuda" in run.out and "from step 9 on" in run.out
     assert_close_logs(one.log_dir, several)
 
+def note_devices(arrange, path):
+    """Write into `path` where the weights are when a text is sampled."""
+    real = arrange.t.GPT.generate
+
+    def generate(self, *args, **kwargs):
+        path.write_text(next(self.parameters()).device.type)
+        return real(self, *args, **kwargs)
+    arrange.t.GPT.generate = generate
+
+@GPU
+def test_samples_alone_are_drawn_on_the_gpu(folder):
+    """--sample=N uses the device that is asked for."""
+    log_dir = succeed(Forked(folder / "sampled", max_steps=2)).log_dir
+    run = succeed(Forked(log_dir, sample=1, sample_tokens=5, arrange={
+        note_devices: folder / "device of samples"}))
+    assert "Samples of" in run.out and (folder / "device of samples").read_text() == "cuda"
+
+@GPU
+def test_a_model_that_is_not_saved_is_exported_from_the_gpu(folder, is_gpt2):
+    """With max_steps=0 there is no checkpoint, so the model itself is exported."""
+    run = succeed(Forked(folder / "exported", max_steps=0, hide=["matplotlib"]))
+    assert "exported the model to" in run.out
+
 def with_triton(arrange, _):
     """Triton seems to be installed, which PyTorch's CPU build lacks."""
     find_spec = importlib.util.find_spec
