@@ -75,8 +75,9 @@ PROMISES = {
     "effect": (
         "the edit has an effect",
         "Every loss is the same digit for digit as without the edit, so in these steps the edit "
-        "has no effect on training. Perhaps it is never reached, something later overwrites it "
-        "(init_weights draws the weights that are NaN), or it acts in later steps only."),
+        "has no effect on training. Perhaps it is never reached, something overwrites it later "
+        "(for example init_weights, if it changes initial weights), or it acts in later steps "
+        "only."),
     "begin": (
         "untouched weights begin as before",
         "Both versions have these parameters with the same shapes, but draw other values for "
@@ -943,7 +944,7 @@ def unsaved_values(t, run):
         if name not in saved:
             values[f"the buffer {name}, which is not persistent"] = crc_of(buffer)
     for name, value in vars(run).items():
-        if name not in ("stopping", "validated_step", "step_seconds", "unsaid"):
+        if name not in ("validated_step", "step_seconds", "told_slow"):  # of the script itself
             values[f"run.{name}"] = fingerprint(value)
     for optimizer in run.state.optimizers:
         for name, value in vars(optimizer).items():
