@@ -292,6 +292,9 @@ def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
     found = verdicts(tmp_path, again=({(0, "train"): "1.0"}, {}), half=({(0, "train"): "2.0"}, {}))
     assert [found[name].outcome for name in ("same", "killed", "B", "processes", "saved")] == [
         "BROKEN", "not checked", "not checked", "not checked", "holds"]
+    found = verdicts(tmp_path, again=({(4, "val"): "4.1"}, {}))
+    assert [found[name].outcome for name in ("same", "saved", "loss")] == [
+        "BROKEN", "not checked", "not checked"]
 
 class Model(torch.nn.Module):
     """Logits follow from the last token. generate() may add `skew` to them."""
