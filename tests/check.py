@@ -75,8 +75,9 @@ PROMISES = {
     "effect": (
         "the edit has an effect",
         "Every loss is the same digit for digit as without the edit, so in these steps the edit "
-        "has no effect on training. Perhaps it is never reached, something later overwrites it "
-        "(init_weights draws the weights that are NaN), or it acts in later steps only."),
+        "has no effect on training. Perhaps it is never reached, something overwrites it later "
+        "(for example init_weights, if it changes initial weights), or it acts in later steps "
+        "only."),
     "begin": (
         "untouched weights begin as before",
         "Both versions have these parameters with the same shapes, but draw other values for "
@@ -98,6 +99,7 @@ DEFAULTS = {"dtype": "float32", "compile": "False", "hellaswag_every": 0, "sampl
 # Streams whose names match this hold times, which differ between equal runs
 TIMES = re.compile(r"minute|second|time|speed|tok/s|tokens_per", re.I)
 NO_REPEAT = "the same command already gives another run"
+VAL_VARIES = "the same weights have another validation loss each time"
 WITHOUT_DROPOUT = "with dropout=0"
 TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL; SIGTERM ends at once
@@ -166,6 +168,11 @@ def read_log(folder):
 def is_loss(stream):
     return stream in ("train", "val", "hella")
 
+def in_order(key):
+    """Sort the lines of a step: the validation before it, its loss, then other streams."""
+    step, stream = key
+    return step, {"val": 0, "train": 1}.get(stream, 2), stream
+
 def first_difference(one, other, allowed=None):
     """Return the first Difference of two logs, or None.
 
@@ -173,9 +180,7 @@ def first_difference(one, other, allowed=None):
     not compared then, since a metric of one micro-batch may well depend on B. Without `allowed`,
     all lines must be the same.
     """
-    # The validation at a step comes before that step
-    keys = sorted(one.keys() | other.keys(), key=lambda key: (key[0], key[1] == "train", key[1]))
-    for step, stream in keys:
+    for step, stream in sorted(one.keys() | other.keys(), key=in_order):
         a, b = one.get((step, stream)), other.get((step, stream))
         if a == b or (allowed and not is_loss(stream)):
             continue
@@ -637,6 +642,9 @@ class Check:
 
     def check_same(self):
         again = self.runs["again"].result()
+        difference = first_difference(self.log, again.log, None if self.plan.exact
+                                      else self.rounding)
+        self.val_repeats = not (difference and difference.stream == "val")
         used = ", ".join(self.base.report["used"])
         hints = [f"During training numbers were drawn from {used}."] if used else []
         return self.compare_equal("same", again, ("in the first run", "in the second"), hints)
@@ -698,6 +706,8 @@ class Check:
         after = self.runs["reloaded"].result().log.get((0, "val"))
         if before is None or after is None:
             return Verdict("saved", "not checked", "log.txt has no val of the last step")
+        if not self.val_repeats:
+            return Verdict("saved", "not checked", VAL_VARIES)
         difference = first_difference({(0, "val"): before}, {(0, "val"): after},
                                       Rounding({}, {}, self.plan.low_precision))
         if not difference:
@@ -716,6 +726,8 @@ class Check:
         reported, own = self.log.get((self.options.steps, "val")), self.base.report["cross_entropy"]
         if reported is None:
             return Verdict("loss", "not checked", "log.txt has no val of the last step")
+        if not self.val_repeats:
+            return Verdict("loss", "not checked", VAL_VARIES)
         if not isinstance(own, float):
             return Verdict("loss", "BROKEN", "model(idx) gives no logits to compare with", [own])
         gap = float(reported) - own
@@ -943,7 +955,7 @@ def unsaved_values(t, run):
         if name not in saved:
             values[f"the buffer {name}, which is not persistent"] = crc_of(buffer)
     for name, value in vars(run).items():
-        if name not in ("stopping", "validated_step", "step_seconds", "unsaid"):
+        if name not in ("validated_step", "step_seconds", "told_slow"):  # of the script itself
             values[f"run.{name}"] = fingerprint(value)
     for optimizer in run.state.optimizers:
         for name, value in vars(optimizer).items():
