@@ -583,7 +583,7 @@ class Check:
     def verdicts(self):
         """Yield a Verdict for each promise. Raises Failed if nothing can be checked."""
         self.base = self.runs["base"].result()
-        self.log, self.found = self.base.log, {}
+        self.log, self.found, self.val_repeats = self.base.log, {}, True
         for promise, check_promise in (
                 ("same", self.check_same), ("killed", self.check_killed), ("B", self.check_B),
                 ("processes", self.check_processes), ("saved", self.check_saved),
