@@ -131,7 +131,7 @@ def test_an_edited_model_trains_to_the_end_and_is_not_exported(folder, edit, val
     """If transformers would compute other logits, nothing is exported, and a line says why."""
     run = succeed(Forked(folder / f"{edit.__name__} {reason}", max_steps=6, arrange={edit: value},
                          hide=["matplotlib"], sample_every=6, sample_tokens=9))
-    assert re.search(rf"^Not exported: transformers would compute something else \(.*{reason}",
+    assert re.search(rf"^Not exported: transformers would give different results \(.*{reason}",
                      run.out, re.M)
     assert (6, "val") in read_log(run.log_dir) and not (run.log_dir / "hf").exists()
 
@@ -179,7 +179,7 @@ def test_edited_code_continues_a_run_with_a_warning(folder, finished):
         t.check_same_training(saved | {"code": 7}, t.Config(**saved["constants"]), saved["data"])
     copy = shutil.copytree(finished, folder / "edited")
     run = succeed(Forked(copy, max_steps=32, arrange={other_code: 0}))
-    said = "train_gpt2.py was edited: from step 30 on, other code continues this run."
+    said = "train_gpt2.py was edited: from step 30 on, this run uses different code."
     assert run.out.count(f"!!! {said}") == 2  # at the start, and beside the result
     assert t.read_run(copy)["result"]["warnings"] == [said]
     again = succeed(Forked(copy, max_steps=32, arrange={other_code: 0}))
@@ -193,7 +193,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     """
     copy = shutil.copytree(finished, folder / "misfit")
     run = Forked(copy, max_steps=32, arrange={in_attention: gain_of_queries, other_code: 0})
-    assert run.wait() == 1 and "other code continues" not in run.out
+    assert run.wait() == 1 and "uses different code" not in run.out
     one_line(run.err, "does not fit", "Missing key", "q_gain", copy, "--log_dir")
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
