@@ -111,7 +111,7 @@ class Config:
     keep_every: int = 5000          # steps between checkpoints that are never deleted
     # The machine
     device: str = "auto"            # auto (CUDA, else MPS, else CPU), cuda, cuda:1, mps or cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # of matrix multiplications
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # matrix multiplication dtype
     compile: Literal["auto", True, False] = "auto"  # use torch.compile; auto: on CUDA only
 
 # For training on a text file: a small byte-level GPT, sized for two CPU cores
@@ -295,7 +295,7 @@ class GPT(nn.Module):
             temperature, top_k = 1.0, 1
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            # If set_up() has compiled the model, each new length would be compiled again
+            # Run eagerly, since a compiled model would be recompiled for each new length
             with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, n_vocab)
             if top_k:
@@ -514,8 +514,8 @@ def configure_optimizers(raw_model, cfg, dtype=torch.float32):
     groups = [dict(params=[p for p in others if p.dim() >= 2], weight_decay=cfg.weight_decay),
               # No decay for biases and gains: pulling them to 0 would only distort the model
               dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0)]
-    # betas and eps are as in GPT-3 (Brown et al. 2020, appendix B). fused updates all parameters
-    # in one kernel
+    # betas and eps are as in GPT-3 (Brown et al. 2020, appendix B). With fused=True, one kernel
+    # updates all parameters
     adamw = torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
     if not for_muon:
         return [adamw]
@@ -538,14 +538,14 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time spent in steps, excluding compilation, evaluation, saving
+    minutes: float = 0.0          # time in steps, excluding compilation, evaluation and saving
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                # The values that the code gave the group. The schedule scales this lr, and
-                # load_optimizer() uses them to see which values training has changed
+                # The values that the code gave the group. step_optimizers() scales this lr, and
+                # load_optimizer() needs the values to see which of them training has changed
                 group["as_built"] = {name: value for name, value in group.items()
                                      if name not in ("params", "param_names", "as_built")}
 
@@ -674,7 +674,7 @@ def step_optimizers(state, cfg, norm):
         for group in optimizer.param_groups:
             group["lr"] = group["as_built"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed. GradScaler.step() alone would skip
-        # only the optimizer of the parameter concerned
+        # only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
             state.scaler.step(optimizer)
         optimizer.zero_grad()
@@ -688,7 +688,7 @@ def due(every, run):
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
 
 def train(run):
-    """Save, evaluate and take a step, again and again, until max_steps or a signal."""
+    """Save, evaluate and take a step, repeatedly, until max_steps or a signal. Then finish."""
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
         step = state.step
@@ -943,7 +943,10 @@ def code_checksum():
     return zlib.crc32("\n".join(filter(None, lines)).encode())
 
 def modules_beside(path, seen):
-    """Return the .py files beside `path` that it imports, directly or indirectly, except `seen`."""
+    """Return the .py files beside `path` that it imports, directly or indirectly.
+
+    seen: names of modules to leave out.
+    """
     imported, found = set(), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -1050,7 +1053,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     return cfg, start, lines
 
 def find_start(cfg, device):
-    """Return the Start: a checkpoint, given weights or neither.
+    """Return what to start from: a checkpoint, given weights, both or neither.
 
     Training resumes the run in log_dir if there is one, and otherwise starts from init_from.
     Sampling uses init_from if it is set, and otherwise ("scratch") the best weights in log_dir.
@@ -1162,7 +1165,7 @@ def check_rows(cfg, step, rows):
                         "--B.")
 
 # ---- Processes, random seeds and the machine. torchrun starts one process per GPU and numbers
-# them. "auto" chooses what is fast on this machine, and a message names a GPU that cannot be used
+# them. "auto" chooses what is fast on this machine. If a GPU cannot be used, a message says why
 def rank():
     """Return the number of this process, from 0. Only rank 0 prints and writes files."""
     return int(os.environ.get("RANK", 0))
@@ -1175,13 +1178,13 @@ def world_size():
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 def sum_over_ranks(tensor):
-    """Replace a tensor by its sum over all processes, and return it."""
+    """Replace a tensor with its sum over all processes, and return it."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 def print0(text):
-    """Print a text from rank 0, in one piece, because the saving thread also prints."""
+    """Print a text on rank 0. Write it in one piece, because the saving thread also prints."""
     if rank() == 0:
         with contextlib.suppress(OSError, RuntimeError):  # full disk; signal during a print
             print(f"{text}\n", end="", flush=True)
@@ -1292,8 +1295,8 @@ def pick_compile(choice, device):
 
 def set_attention(cfg, device, dtype):
     """Disable kernels of scaled_dot_product_attention that are slow or wrong in this run."""
-    # On a CPU in bfloat16, the backward pass of flash attention is slow for short rows: a step of
-    # the quick start spends 11.8 ms in it at T=64, and 5.6 ms with the other kernel
+    # On a CPU in bfloat16, the backward pass of flash attention is slow for short rows: it takes
+    # 11.8 ms of a quick-start step (T=64), while the other kernel takes 5.6 ms
     short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
     torch.backends.cuda.enable_flash_sdp(not short)  # despite its name, it also applies to CPUs
     # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
@@ -1301,7 +1304,7 @@ def set_attention(cfg, device, dtype):
 
 # ---- Opening data. Training on damaged shards, or with the wrong encoding, would ruin the model
 def find_shards(folder):
-    """Return the shards to train on and those to validate on, two sorted lists of paths."""
+    """Return the training shards and the validation shards, as two sorted lists of paths."""
     return sorted(Path(folder).glob("*_train_*.npy")), sorted(Path(folder).glob("*_val_*.npy"))
 
 def open_shard(shard):
@@ -1438,7 +1441,7 @@ class RunFolder:
     def __init__(self, cfg, fingerprint, lock=None):
         self.cfg, self.path = cfg, Path(cfg.log_dir)
         self.fingerprint, self.lock = fingerprint, lock
-        self.starts = []          # time, step, command, versions of each start, for run.json
+        self.starts = []          # time, step, command and versions of each start, for run.json
         self.log = None           # log.txt, once begin() has opened it
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.last_save = None     # Future of the latest save, kept after it has finished
@@ -1694,7 +1697,7 @@ def load_optimizer(optimizer, content):
 def set_up(cfg, device, start=Start()):
     """Return the Run for train(). start: what resolve_config() returned.
 
-    Raise UserError if the data, the checkpoint, the weights or an edit of the code do not fit.
+    Raise UserError if the data, the weights, the checkpoint and the code do not fit together.
     """
     saved = start.checkpoint
     encoding = get_encoding(cfg.encoding)
@@ -1753,8 +1756,8 @@ def check_weights_fit(weights, cfg, encoding):
 def build_state(raw_model, cfg, dtype, saved):
     """Return the State of a new run or, if `saved` is a checkpoint, restore it from there.
 
-    Raise UserError if an edit of the model, the optimizers or State is wrong, or if the checkpoint
-    does not fit.
+    Raise UserError if an edit of the model, the optimizers or State is invalid, or if the
+    checkpoint does not fit the code.
     """
     muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
     optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
@@ -1978,7 +1981,7 @@ def loss_warning(run):
 def plot_curves(folder):
     """Plot the values in log.txt against the number of tokens, and save the figure as curves.png.
 
-    The losses share one panel. Every other name in log.txt has a panel of its own.
+    The losses share one panel. Every other name in log.txt, except minutes, has its own panel.
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
     constants = read_run(folder)["constants"]
@@ -2006,7 +2009,7 @@ def plot_curves(folder):
 # Exclude cuDNN's attention, which spends up to half a second planning for each new sequence length
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(model, encoding, cfg, seed):
-    """Return sample_prompt and the model's continuation, up to the end of the text if it ends."""
+    """Return sample_prompt and the model's continuation, which stops at <|endoftext|>."""
     device = next(model.parameters()).device
     prompt = encoding.encode_ordinary(cfg.sample_prompt) or [encoding.eot_token]
     tokens = model.generate(
@@ -2077,7 +2080,10 @@ def finish(run, stopped):
         print_result(result)
 
 def result_of(run):
-    """Return a run's result as {name: value}: the last of each kind in log.txt, and totals."""
+    """Return a run's result as {name: value}.
+
+    It holds the last value of each name in log.txt, and totals such as the number of tokens.
+    """
     cfg, state, streams = run.cfg, run.state, read_streams(run.folder.path)
     result = {stream: points[-1][1] for stream, points in streams.items()}
     if "val" in result:

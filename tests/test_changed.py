@@ -175,7 +175,7 @@ def test_edited_code_continues_a_run_with_a_warning(folder, finished):
     Edited code cannot continue a finished run, which it would validate as another model.
     """
     saved = load(finished / LAST)
-    with pytest.raises(t.UserError, match="edited since it finished.*--log_dir"):
+    with pytest.raises(t.UserError, match="edited after it finished.*--log_dir"):
         t.check_same_training(saved | {"code": 7}, t.Config(**saved["constants"]), saved["data"])
     copy = shutil.copytree(finished, folder / "edited")
     run = succeed(Forked(copy, max_steps=32, arrange={other_code: 0}))
@@ -200,7 +200,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     model = t.build_model(cfg, t.get_encoding("bytes"), t.weights_in_checkpoint(saved, "saved"))
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
-        with pytest.raises(t.UserError, match="it has the state of AdamW, the code has SGD"):
+        with pytest.raises(t.UserError, match="it has the state of AdamW, but the code uses SGD"):
             t.build_state(model, cfg, torch.float32, saved)
 
 def test_what_counts_as_other_code(tmp_path, monkeypatch):
@@ -356,7 +356,7 @@ def unsavable_attribute(arrange, name):
 
 @pytest.mark.parametrize("name, says", [
     ("losses", "State.losses holds an object of type deque"),
-    ("data", "State.data has the name of")])
+    ("data", "State.data has a name that checkpoints use")])
 def test_an_attribute_that_cannot_be_saved_is_reported_before_the_first_step(folder, name, says):
     run = Forked(folder / f"unsavable {name}", arrange={unsavable_attribute: name})
     assert run.wait() == 1 and not list(run.log_dir.glob("log.txt"))
