@@ -372,7 +372,7 @@ def read_json(file, first):
 def json_text(line):
     """Return the text in a line of JSON, or "" if it has none.
 
-    Replace lone surrogates (halves of an emoji, for example), which tiktoken does not accept.
+    Replace lone surrogates (for example half of an emoji), which tiktoken does not accept.
     """
     row = json.loads(line) if line.strip() else {}
     text = row.get(TEXT) or ""
@@ -381,7 +381,7 @@ def json_text(line):
 # -------------------------------------------------------------------------------------- tokens
 # Worker processes tokenize batches of documents. The main process reads and writes.
 def tokenize(texts, name):
-    """Return the tokens of a list of texts in the encoding called `name`, (n,).
+    """Return the tokens (n,) of a list of texts in the encoding called `name`.
 
     Each text starts with the <|endoftext|> token. The characters "<|endoftext|>" in a text are
     ordinary text. Texts that are empty, blank or None are left out.
@@ -404,7 +404,7 @@ class Worker:
         far_end.close()  # now only the worker holds it, so recv() fails if the worker dies
 
     def tokenize(self, texts):
-        """Return the tokens of a list of texts, (n,). Raise UserError if the process is dead."""
+        """Return the tokens (n,) of a list of texts. Raise UserError if the process is dead."""
         try:
             self.connection.send(texts)
             return self.connection.recv()

@@ -183,7 +183,7 @@ def make_batches(rows, batch_tokens):
     batch_tokens: the largest size of a batch, rows times length.
     Rows of similar length share a batch, because padding in file order would add 25 % to
     HellaSwag's tokens with CPU_BATCH and 42 % with GPU_BATCH. The longest rows come first, so that
-    running out of memory happens on the first batch.
+    a lack of memory causes an error in the first batch.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
     longest_first = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)
@@ -242,8 +242,8 @@ def ending_losses(model, tokens, is_ending):
     # Run the model eagerly, for speed: otherwise it would be compiled again for each batch shape.
     with torch.compiler.set_stance("force_eager"):
         output = model(tokens[:, :-1])
-    # A train_gpt2.GPT returns (logits, loss), a transformers model an object with logits, and a
-    # plain function the logits themselves, (R, T - 1, V).
+    # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
+    # and a plain function returns the logits (R, T - 1, V) themselves.
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     losses = F.cross_entropy(logits[mask].float(), targets[mask], reduction="none")  # (n,)
     row_of_loss = mask.nonzero()[:, 0].cpu()  # (n,)
@@ -278,7 +278,7 @@ def evaluate(model, examples, progress=False):
     return Score(right.mean().item(), right_norm.mean().item(), len(sums), questions.cut)
 
 # ------------------------------------------------------------------------------ command line
-# Score a model on the Hugging Face hub, or a folder that training has exported.
+# Score a model from the Hugging Face hub, or from a folder that training has exported.
 def load_model(name, device):
     """Return a transformers causal language model in float32, and a function from text to ids.
 
