@@ -7,8 +7,8 @@
 Documents are streamed and never stored. A shard is a one-dimensional array of
 token ids in an .npy file: uint16, or uint32 if the encoding has more than
 65,536 ids. Each document starts with <|endoftext|> and may continue in the next
-shard. Shard 0 is for validation. You can stop the script at any moment: the
-same command continues, and makes the same shards as a run without a stop.
+shard. Shard 0 is for validation. You can stop the script at any moment. To
+resume, repeat the command; the shards are the same as without the interruption.
 
 This file also holds the helpers that all three scripts share. They cannot be in
 train_gpt2.py. That script runs as the module __main__, so importing it from
@@ -58,13 +58,13 @@ class Config:
 
 TEXT = "text"                # the parquet column or JSON key that holds a document's text
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
-BATCH_BYTES = 2 << 20        # of text per batch; with 64 KiB, tokenizing a corpus takes 15 % longer
+BATCH_BYTES = 2 << 20        # bytes of text per batch; with 64 KiB, tokenizing takes 15 % longer
 
 # --------------------------------------------------------------- what all three scripts share
 # Errors, encodings, safe file writes, folder locks and command-line flags. This section imports
 # no heavy package, so that worker processes start fast.
 class UserError(Exception):
-    """A mistake that the user can correct. main() prints its text as one line."""
+    """An error that the user can correct. main() prints its message instead of a traceback."""
 
 def first_line(error):
     """Return the first informative line of an exception's text, at most 160 characters long."""
@@ -90,7 +90,8 @@ def encoding_parts(name):
                         f"{', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
-# hellaswag.py calls this for each text. Without the cache, its 10,042 questions take 63 s, not 3 s
+# hellaswag.py calls this for each text. The cache reduces the time for its 10,042 questions from
+# 63 s to 3 s.
 @functools.lru_cache
 def get_encoding(name):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used."""
@@ -105,7 +106,7 @@ def get_encoding(name):
                         f"document: add it in encoding_parts().")
     return encoding
 
-# A text that different tokenizers split differently. hugging_face_tokenizer() checks with it that
+# A text that different tokenizers split differently. hugging_face_tokenizer() uses it to check that
 # the tokenizer it has built agrees with tiktoken.
 PROBE = "Don't stop . it's\n\n\t 'LL we'Ll naïve 日本 🙂  1234567 x=[1, 2];\r\n return !?\n \n"
 
@@ -113,13 +114,13 @@ def hugging_face_tokenizer(encoding, context):
     """Return a transformers tokenizer that gives the same ids as a tiktoken encoding.
 
     context: the longest input of the model, in tokens.
-    Raise ValueError if the tokenizer that was built gives other ids.
+    Raise ValueError if the tokenizer that was built gives different ids.
     """
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
     parts = encoding_parts(encoding.name)
-    letters = bytes_to_unicode()  # the library writes each byte of a token as one letter
+    letters = bytes_to_unicode()  # the library represents each byte of a token as one letter
     vocabulary = {"".join(letters[byte] for byte in token): i
                   for token, i in parts["mergeable_ranks"].items()}
     # generate_merges() wants the highest score for the token that is merged first. In tiktoken,
@@ -155,8 +156,8 @@ def write_whole(path, write, verify=None):
     """Write a file so that `path` never holds a half-written file, not even after a power cut.
 
     write(file) writes the content to a temporary file, which is then flushed to the disk and
-    renamed to `path`. If given, verify(path of the temporary file) is called before the renaming.
-    If it raises an exception, `path` is left as it was.
+    renamed to `path`. If given, verify(path of the temporary file) is called before the file is
+    renamed. If it raises an exception, `path` is left unchanged.
     """
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -180,9 +181,9 @@ def remove_unfinished(folder):
         part.unlink()
 
 def lock_folder(folder):
-    """Lock a folder, so that no other run uses it, and return the lock. Keep a reference to it.
+    """Lock a folder so that no other run uses it, and return the lock. Keep a reference to it.
 
-    The lock is released when the object is deleted and when this process ends, whatever ends it.
+    The lock is released when the object is deleted or when this process ends for any reason.
     Raise UserError if another process holds the lock. If the disk does not support locks, print a
     warning instead.
     """
@@ -191,8 +192,8 @@ def lock_folder(folder):
     try:
         lock.acquire(timeout=0)
     except filelock.Timeout:
-        raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose another "
-                        f"folder.") from None
+        raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose a "
+                        f"different folder.") from None
     except (NotImplementedError, OSError) as e:  # some network disks do not support locks
         print(f"{folder}/ cannot be locked ({first_line(e)}): make sure that no other run writes "
               f"to it.")
@@ -224,10 +225,10 @@ def parse_flags(cls, doc, presets=None):
     return vars(parser.parse_args())
 
 def make_config(cls, values):
-    """Return cls(**values), in which every value has the type that its field is annotated with.
+    """Return cls(**values), with every value converted to the type of its field.
 
     cls: a dataclass whose fields all have defaults. values: {name: value, or its text}.
-    Raise UserError for an unknown name, a constant without a type, and an impossible value.
+    Raise UserError for an unknown name, a constant without a type, or an impossible value.
     """
     types = cls.__annotations__
     for name in vars(cls):
@@ -270,14 +271,14 @@ def describe_type(kind):
     return str(kind)
 
 # ----------------------------------------------------------------------------------- documents
-# Find the files of the corpus and read their documents in batches, from any point on.
+# Find the files of the corpus and read their documents in batches, starting at any point.
 class Place(NamedTuple):
     """A point in the corpus at which a shard ends and the next one begins.
 
     Rows are read in batches. A place names the first row of the batch in which the shard ends, and
-    the number of tokens from there to the end of the shard. They may span many rows.
+    the number of tokens from there to the end of the shard. These tokens may span many rows.
     """
-    file_number: int  # index of a file in reading order; the number of files at the corpus's end
+    file_number: int  # index of the file in reading order, or the number of files if none is left
     row: int          # the first row of the batch
     used: int         # tokens of the batch that belong to this shard or to earlier ones
 
@@ -313,9 +314,10 @@ def find_hub_files(source, remote_name):
                         f"network, or try a mirror: HF_ENDPOINT=https://hf-mirror.com.") from None
 
 def read_batches(urls, start):
-    """Yield (file number, number of the first row, texts) from the row of the Place `start` on.
+    """Yield (file number, number of the first row, texts), starting at the row of `start`.
 
-    A text is "" or None if its row has no text. Raise UserError if a file cannot be read.
+    start: a Place. A text is "" or None if its row has no text.
+    Raise UserError if a file cannot be read.
     """
     import fsspec  # datasets and torch depend on it, so it is always installed
     for file_number in range(start.file_number, len(urls)):
@@ -331,11 +333,11 @@ def read_batches(urls, start):
                     row += len(texts)
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
             raise UserError(f"{url} cannot be read from row {row + 1} on ({type(e).__name__}: "
-                            f"{first_line(e)}): repair the file or the network; the same command "
-                            f"continues.") from None
+                            f"{first_line(e)}): repair the file or the network, and repeat the "
+                            f"command to resume.") from None
 
 def read_parquet(file, first):
-    """Yield lists of texts, of which some may be None, from row number `first` on."""
+    """Yield lists of texts, some of which may be None, from row number `first` on."""
     import pyarrow.parquet as pq
     # These two options save memory: 204 instead of 560 MB for a row group of 409 MB.
     parquet = pq.ParquetFile(file, buffer_size=BATCH_BYTES, pre_buffer=False)
@@ -349,7 +351,7 @@ def read_parquet(file, first):
         for part in parquet.iter_batches(batch_rows, row_groups=[number], columns=[TEXT]):
             # A string column may hold bytes that are not UTF-8, so read it as bytes.
             rows = part[TEXT][skip:].cast("large_binary").to_pylist()
-            yield [text and text.decode("utf-8", "replace") for text in rows]  # [] if all skipped
+            yield [text and text.decode("utf-8", "replace") for text in rows]  # may be []
             skip = max(0, skip - len(part))
 
 def read_json(file, first):
@@ -370,7 +372,7 @@ def read_json(file, first):
 def json_text(line):
     """Return the text in a line of JSON, or "" if it has none.
 
-    Replace lone surrogates (halves of an emoji, for example), which tiktoken does not accept.
+    Replace lone surrogates (for example half of an emoji), which tiktoken does not accept.
     """
     row = json.loads(line) if line.strip() else {}
     text = row.get(TEXT) or ""
@@ -379,7 +381,7 @@ def json_text(line):
 # -------------------------------------------------------------------------------------- tokens
 # Worker processes tokenize batches of documents. The main process reads and writes.
 def tokenize(texts, name):
-    """Return the tokens of a list of texts in the encoding called `name`, (n,).
+    """Return the tokens (n,) of a list of texts in the encoding called `name`.
 
     Each text starts with the <|endoftext|> token. The characters "<|endoftext|>" in a text are
     ordinary text. Texts that are empty, blank or None are left out.
@@ -402,13 +404,13 @@ class Worker:
         far_end.close()  # now only the worker holds it, so recv() fails if the worker dies
 
     def tokenize(self, texts):
-        """Return the tokens of a list of texts, (n,). Raise UserError if the process is dead."""
+        """Return the tokens (n,) of a list of texts. Raise UserError if the process is dead."""
         try:
             self.connection.send(texts)
             return self.connection.recv()
         except (EOFError, OSError):
-            raise UserError("A worker process died, probably for lack of memory: use a smaller "
-                            "--nprocs; the same command continues.") from None
+            raise UserError("A worker process died, probably because memory ran out: repeat the "
+                            "command with a smaller --nprocs to resume.") from None
 
     def stop(self):
         """Kill the process."""
@@ -450,7 +452,7 @@ def signals_deferred():
     try:
         yield
     finally:
-        if can_block:  # a blocked signal arrives now, while the handlers above are still in place
+        if can_block:  # a blocked signal arrives now, with the handlers above still in place
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -477,7 +479,7 @@ def tokenize_all(batches, nprocs, name):
             idle.put(worker)
 
     threads = ThreadPoolExecutor(nprocs)  # each waits for one worker
-    # Each item that is taken from this generator reads a batch and submits it.
+    # Taking an item from this generator reads a batch and submits it.
     jobs = ((file_number, row, threads.submit(tokenize_in_worker, texts))
             for file_number, row, texts in batches)
     try:
@@ -493,16 +495,16 @@ def tokenize_all(batches, nprocs, name):
 
 # -------------------------------------------------------------------------------------- shards
 # manifest.json lists the finished shards, where each ends in the corpus, and all settings that
-# determine their content. With it, a run continues exactly where the last one stopped.
+# determine their content. With it, a run resumes exactly where the last one stopped.
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
-    name: str       # of its file
-    tokens: int
-    documents: int  # that start in it
+    name: str       # name of its file
+    tokens: int     # number of tokens in it
+    documents: int  # number of documents that start in it
     end: Place
 
 def settings_of(cfg, files):
-    """Return {name: value} of everything that determines the shards made from these files.
+    """Return {name: value} for everything that determines the shards made from these files.
 
     files: [(path or URL, size in bytes)]
     """
@@ -512,7 +514,7 @@ def settings_of(cfg, files):
     return settings
 
 def read_manifest(path):
-    """Return the settings in a manifest, and its Shards. Raise UserError if it is damaged."""
+    """Return the settings and the Shards in a manifest. Raise UserError if it is damaged."""
     try:
         content = json.loads(path.read_bytes())
         settings = dict(content["settings"])
@@ -550,16 +552,16 @@ def write_into_local_dir(cfg, name, write):
         write_whole(Path(cfg.local_dir, name), write)
     except OSError as e:
         raise UserError(f"local_dir={cfg.local_dir} cannot be written ({first_line(e)}): free disk "
-                        f"space or allow writing; the same command continues after the last "
+                        f"space or allow writing, and repeat the command to resume after the last "
                         f"finished shard.") from None
 
 def find_finished(cfg, files):
-    """Return the finished Shards in local_dir that this run continues; [] to begin with shard 0.
+    """Return the finished Shards in local_dir that this run keeps, or [] to start with shard 0.
 
-    Raise UserError if local_dir holds shards made with other settings or from other files. If there
-    is only a validation shard, other settings are allowed, and it will be replaced. A run
-    on a corpus that is too short for a second shard ends like that. If a shard's file is missing,
-    the run continues there.
+    If a shard's file is missing, the Shards before it are returned.
+    Raise UserError if local_dir holds shards made with different settings or from different files.
+    A lone validation shard is exempt and will be replaced: a run leaves only this shard if its
+    corpus is too short for a second one.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -567,7 +569,7 @@ def find_finished(cfg, files):
     if not manifest.exists():
         if has_training_shards:
             raise UserError(f"{folder}/ holds shards, but no manifest.json that says how they were "
-                            f"made: restore it, or choose another --local_dir.")
+                            f"made: restore it, or choose a different --local_dir.")
         return []
     before, shards = read_manifest(manifest)
     n_files_used = shards[-1].end.file_number + 1 if shards else 0  # later files may have changed
@@ -577,21 +579,22 @@ def find_finished(cfg, files):
     if not changes:
         return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
     if has_training_shards:
-        raise UserError(f"The shards in {folder}/ were made with other settings or files "
-                        f"({'; '.join(changes[:3])}): undo that, or choose another --local_dir.")
+        raise UserError(f"The shards in {folder}/ were made with different settings or files "
+                        f"({'; '.join(changes[:3])}): undo this change, or choose a different "
+                        "--local_dir.")
     return []
 
 def cut_shards(results, shard_size, dtype, start, n_files):
     """Cut tokens into shards; yield the tokens (n,) of each shard and the Place at its end.
 
-    results: (file number, row, tokens) from the row of the Place `start` on.
+    results: (file number, row, tokens), starting at the row of the Place `start`.
     n_files: the number of files. The corpus ends at Place(n_files, 0, 0).
     The yielded array is overwritten with the next shard.
     """
     shard = np.empty(shard_size, dtype)
     filled = 0
     skip = start.used  # tokens at the start of `results` that belong to earlier shards
-    # disable=None shows the bar only on a terminal
+    # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
             position = min(skip, len(tokens))
@@ -610,7 +613,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
         yield shard[:filled], Place(n_files, 0, 0)
 
 def add_shards(cfg, files, finished):
-    """Make the shards that follow the `finished` Shards, and return their Shards.
+    """Make the shards that come after `finished`, and return them as Shards.
 
     Raise UserError if a document cannot be read, a file cannot be written, or a worker dies.
     """
@@ -623,7 +626,7 @@ def add_shards(cfg, files, finished):
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,
                      n_files=len(files))
-    # Whatever ends this block, the generators are closed, so that no file or process stays open.
+    # However this block ends, the generators are closed, so that no file or process stays open.
     with contextlib.closing(batches), contextlib.closing(results), contextlib.closing(cut):
         for tokens, end in cut:
             name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
@@ -669,17 +672,17 @@ def end_at_once(signal_number, frame):
     """Handle Ctrl-C and SIGTERM: print one line and end the process, whatever it is doing.
 
     Raising KeyboardInterrupt is not safe. If it arrives while a library holds a lock, the lock
-    may stay locked, and the process hangs during clean-up. None is needed here: finished shards
-    are on the disk, the next run deletes a half-written file, the operating system releases the
-    folder's lock, and workers end when the main process has ended.
+    may stay locked, and the process hangs during clean-up. No clean-up is needed here: finished
+    shards are on the disk, the next run deletes a half-written file, the operating system releases
+    the folder's lock, and workers end when the main process has ended.
     """
     try:
-        os.write(2, b"\nStopped. The same command continues after the last whole shard.\n")
+        os.write(2, b"\nStopped. Repeat the command to resume after the last finished shard.\n")
     finally:
         os._exit(130)
 
 def main():
-    """Do what the command line asks; return the exit status: None or an error message."""
+    """Do what the command line asks. Return the exit status: None or an error message."""
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
     for signal_number in (signal.SIGINT, signal.SIGTERM):  # clusters send SIGTERM
         signal.signal(signal_number, end_at_once)

@@ -15,7 +15,7 @@ HellaSwag (arXiv:1905.07830) asks which of four endings continues a text. Its va
 Each question gives four rows of tokens: the context followed by one of the endings. The model's
 cross-entropy loss is computed for each token of an ending. The model's answer is the ending with
 the lowest sum of losses (acc) or with the lowest mean loss per token (acc_norm). GPT-2 (124M) has
-acc 0.2859 and acc_norm 0.2955, GPT-2 XL has 0.3842 and 0.4893, and random guesses have 0.25.
+acc 0.2859 and acc_norm 0.2955, GPT-2 XL has 0.3842 and 0.4893, and random guessing gives 0.25.
 """
 import argparse
 import itertools
@@ -59,9 +59,10 @@ class Score(NamedTuple):
 def iterate_examples(split="val"):
     """Return an iterator over HellaSwag's questions in file order.
 
-    Each is a dict with at least "ctx" (text), "endings" (4 texts) and "label" (int). All of them
-    are read and checked at once. If DATA is missing, they are downloaded and saved there first.
-    Raise UserError if that fails or DATA is damaged, and ValueError if the split is not "val".
+    Each question is a dict with at least "ctx" (text), "endings" (4 texts) and "label" (int). All
+    of them are read and checked before this function returns. If DATA is missing, they are first
+    downloaded and saved there. Raise UserError if that fails or if DATA is damaged, and ValueError
+    if the split is not "val".
     """
     if split != "val":
         raise ValueError(f"split={split}: HellaSwag is scored on its validation split, val")
@@ -75,9 +76,9 @@ def iterate_examples(split="val"):
                         f"downloaded again.") from None
 
 def check_examples(examples):
-    """Return the questions with labels as ints (on the hub they are text).
+    """Return the questions with their labels converted to int (on the hub they are text).
 
-    Raise ValueError or KeyError if their number or a label is wrong.
+    Raise ValueError or KeyError if the number of questions or a label is wrong.
     """
     if len(examples) != TOTAL:
         raise ValueError(f"{len(examples):,} of {TOTAL:,} questions")
@@ -97,7 +98,7 @@ def download():
     try:
         from huggingface_hub import hf_hub_download, logging
         from pyarrow import parquet
-        logging.set_verbosity_error()  # do not log retries; a failure is reported below
+        logging.set_verbosity_error()  # do not log retries; a failure raises UserError below
         path = hf_hub_download("Rowan/hellaswag", "default/validation/0000.parquet",
                                repo_type="dataset", endpoint=hub,
                                revision="refs/convert/parquet")  # a branch that the hub creates
@@ -121,8 +122,8 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # An ending continues the context, so it must not begin like a new text, before which some
-    # tokenizers put a token or a space. Encode it after the word "a", and remove the tokens of "a".
+    # An ending continues the context, so it must not be encoded as the start of a text, where some
+    # tokenizers add a token or a space. Encode it after the word "a", and remove the tokens of "a".
     # For GPT-2 the result is encode(" " + ending)
     n_word = len(encode("a"))
     endings = [encode("a " + ending)[n_word:] for ending in example["endings"]]
@@ -141,20 +142,22 @@ def render_example(example):
     return data, tokens, mask, example["label"]
 
 def collate(rows):
-    """Pad R rows, each a pair of token ids (context, ending), with 0 to the longest, N tokens.
+    """Pad R rows with 0 to the length N of the longest one.
 
-    Return tokens (R, N), and a mask (R, N) with 1 where a token belongs to an ending.
+    rows: pairs (context, ending) of lists of token ids.
+    Return tokens (R, N), and a mask (R, N) that is 1 where a token belongs to an ending.
     """
     tokens = [torch.tensor(context + ending) for context, ending in rows]
     mask = [torch.tensor([0] * len(context) + [1] * len(ending)) for context, ending in rows]
     return pad_sequence(tokens, batch_first=True), pad_sequence(mask, batch_first=True)
 
 def prepare(examples, model, encode=gpt2_encode):
-    """Tokenize questions for a model; return them as Prepared.
+    """Tokenize questions for a model. Return them as Prepared.
 
-    examples: dicts as from iterate_examples(). encode: a function from a text to the model's token
-    ids. The model's config gives its longest context: block_size or max_position_embeddings, else
-    1024. All four rows of a question have the same context, cut on the left if one is too long.
+    examples: dicts like those from iterate_examples(). encode: a function from a text to the
+    model's token ids. The longest context is block_size or max_position_embeddings in the model's
+    config, or 1024 if the config has neither. The four rows of a question share one context, which
+    is cut on the left if any row would be too long.
     """
     config = getattr(model, "config", None)
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
@@ -180,7 +183,7 @@ def make_batches(rows, batch_tokens):
     batch_tokens: the largest size of a batch, rows times length.
     Rows of similar length share a batch, because padding in file order would add 25 % to
     HellaSwag's tokens with CPU_BATCH and 42 % with GPU_BATCH. The longest rows come first, so that
-    a lack of memory shows at once.
+    a lack of memory causes an error in the first batch.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
     longest_first = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)
@@ -196,7 +199,7 @@ def make_batches(rows, batch_tokens):
 def prepare_for_training(model, encode):
     """Return all questions as Prepared, the same on every rank, or None if there are none.
 
-    Only rank 0 reads or downloads them. If that fails, it prints a line that says why.
+    Only rank 0 reads or downloads them. If that fails, it prints the reason.
     """
     rank, n_ranks = rank_and_world_size()
     examples = []
@@ -224,27 +227,27 @@ def device_of(model):
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
     return next((p.device for p in parameters), torch.device("cpu"))
 
-# All kernels but cuDNN's, for speed: cuDNN plans for up to half a second at each new batch shape.
+# Exclude cuDNN's kernel, which spends up to half a second planning for each new batch shape.
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 @torch.no_grad()
 def ending_losses(model, tokens, is_ending):
-    """Return the sum of losses, in nats, of the ending in each of R rows: (R,) float64.
+    """For each of R rows, return the total loss of its ending, in nats: (R,) float64.
 
     tokens, is_ending: (R, T), as in Prepared.batches.
     """
     device = device_of(model)
     tokens = tokens.to(device)
     targets = tokens[:, 1:]  # (R, T - 1)
-    mask = is_ending[:, 1:].to(device) == 1  # (R, T - 1), of the targets
-    # Run the model eagerly, for speed: torch.compile would compile it again for each batch shape.
+    mask = is_ending[:, 1:].to(device) == 1  # (R, T - 1), True for an ending's targets
+    # Run the model eagerly, for speed: otherwise it would be compiled again for each batch shape.
     with torch.compiler.set_stance("force_eager"):
         output = model(tokens[:, :-1])
-    # A train_gpt2.GPT returns (logits, loss), a transformers model an object with logits, and a
-    # plain function the logits themselves, (R, T - 1, V).
+    # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
+    # and a plain function returns the logits (R, T - 1, V) themselves.
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     losses = F.cross_entropy(logits[mask].float(), targets[mask], reduction="none")  # (n,)
     row_of_loss = mask.nonzero()[:, 0].cpu()  # (n,)
-    sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, as MPS has no float64
+    sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64
     return sums.index_add_(0, row_of_loss, losses.cpu().double())
 
 def evaluate(model, examples, progress=False):
@@ -275,11 +278,11 @@ def evaluate(model, examples, progress=False):
     return Score(right.mean().item(), right_norm.mean().item(), len(sums), questions.cut)
 
 # ------------------------------------------------------------------------------ command line
-# Score a model on the Hugging Face hub, or a folder that training has exported.
+# Score a model from the Hugging Face hub, or from a folder that training has exported.
 def load_model(name, device):
     """Return a transformers causal language model in float32, and a function from text to ids.
 
-    name: its name on the hub, or a folder. Raise UserError if it cannot be loaded.
+    name: the model's name on the hub, or a folder. Raise UserError if it cannot be loaded.
     """
     try:
         import transformers
@@ -305,13 +308,13 @@ def load_model(name, device):
 def score(args):
     """Score the model that the command line names, and print the result.
 
-    Raise UserError if the questions or the model cannot be loaded, or a loss is not finite.
+    Raise UserError if the questions or the model cannot be loaded, or if a loss is not finite.
     """
     examples = itertools.islice(iterate_examples("val"), args.limit)
     model, encode = load_model(args.model, args.device)
     # Published scores were computed in float32, so do not use autocast. GPT-2's logits are near
     # -35, where neighbouring bfloat16 numbers differ by 1/4. TF32 is fine: it makes GPUs faster
-    # and rounds only the inputs of matrix products, not the logits.
+    # and rounds only the inputs of matrix multiplications, not the logits.
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "
@@ -330,7 +333,7 @@ def whole_number(text):
     return int(text)
 
 def main():
-    """Do what the command line asks. Exit with a one-line message if that fails."""
+    """Do what the command line asks. On a UserError, exit with its message."""
     best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     title_and_examples = "\n\n".join(__doc__.split("\n\n")[:2])
     parser = argparse.ArgumentParser(description=title_and_examples,

@@ -7,17 +7,17 @@
 
 To change a setting, edit the constants in Config, or give a flag
 (--max_lr=1e-3). Training on a text file uses the constants in SMALL, and
-fine-tuning those in FINETUNE. Ctrl-C saves the run and stops it. The same
-command continues it.
+fine-tuning uses those in FINETUNE. Ctrl-C saves the run and stops it. To
+resume the run, repeat the command.
 
 One idea keeps the script simple: the data of a step is a pure function of
-(seed, step). It follows that B and the number of GPUs affect speed and memory
-only, and that a run is resumed by starting at a later step.
+(seed, step). It follows that the micro-batch size B and the number of GPUs
+affect only speed and memory, and that a run is resumed by starting at a later
+step.
 
 Part one, up to the end of train(), is what you read and change. Part two is
-what long runs on real machines need. Code that is marked "For edits:" matters
-only in an edited copy of this file. As long as nothing is edited, it has no
-effect.
+what long runs need in practice. Code marked "For edits:" matters only in an
+edited copy of this file. In the unedited file it has no effect.
 """
 import ast
 import contextlib
@@ -46,8 +46,9 @@ from pathlib import Path
 from typing import Literal
 
 # Limit how long an idle OpenMP thread spins before it yields its core. This must be set before
-# torch is imported. Beside two busy processes a quick-start step takes 166 ms with this limit and
-# 739 to 873 ms without it. On an idle machine it makes no difference (tests/measured/step_cpu.txt).
+# torch is imported. With two other busy processes running, a quick-start step takes 166 ms with
+# this limit and 739 to 873 ms without it. On an idle machine the limit makes no difference
+# (tests/measured/step_cpu.txt).
 os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
 
 import numpy as np  # noqa: E402
@@ -59,7 +60,7 @@ from torch.nn import functional as F  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
-# Besides tokenizing FineWeb-Edu, fineweb.py holds what all three scripts share
+# fineweb.py tokenizes FineWeb-Edu. It also contains the helpers that all three scripts share
 from fineweb import (  # noqa: E402
     UserError, encoding_parts, first_line, get_encoding, hugging_face_tokenizer, lock_folder,
     make_config, parse_flags, remove_unfinished, token_dtype, write_whole)
@@ -71,17 +72,17 @@ class Config:
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
     shuffle: bool = True            # visit shards, and rows within a shard, in random order
-    seed: int = 1337                # decides initial weights, data order and samples
-    # The batch: total_batch_size affects the training, B only memory and speed
+    seed: int = 1337                # determines the initial weights, data order and samples
+    # The batch: total_batch_size affects the training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass; lowered until it divides the batch
+    B: int = 64                     # rows per forward pass; lowered if needed to divide the batch
     T: int = 1024                   # tokens per row (the context length)
     # The model: 124M is 12/12/768, 350M 24/16/1024, 774M 36/20/1280, 1.5B 48/25/1600
     n_layer: int = 12               # number of blocks
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
-    dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 had 0.1
-    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a Hugging Face or run folder, a .pt
+    dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
+    init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a model or run folder, or a .pt file
     # The optimizer. GPT-3's max_lr: 124M 6e-4, 350M 3e-4, 774M 2.5e-4, 1.5B 2e-4
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
     max_lr: float = 6e-4            # learning rate after warmup (when fine-tuning: 0.1 / n_embd)
@@ -90,30 +91,30 @@ class Config:
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
-    epochs: float = 0.0             # passes over the data; above 0, it decides max_steps
-    minutes: float = 0.0            # minutes of training; above 0, it decides max_steps instead
+    epochs: float = 0.0             # passes over the data; if above 0, this sets max_steps
+    minutes: float = 0.0            # minutes of training; if above 0, this sets max_steps instead
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
-    grad_clip: float = 1.0          # largest norm of the gradient; 0 = no clipping
+    grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring; 0 = never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations
-    val_tokens: int = 10485760      # tokens that a validation reads, always the same ones
+    val_tokens: int = 10485760      # number of tokens read per validation, always the same ones
     hellaswag_every: int = 250      # steps between HellaSwag scores
-    sample_every: int = 1000        # steps between samples; other GPUs wait meanwhile
-    sample_prompt: str = "Hello, I'm a language model,"  # text that samples continue
-    sample_tokens: int = 64         # number of tokens in a sample, without the prompt
-    temperature: float = 1.0        # higher is more random, 0 takes the most likely token
+    sample_every: int = 1000        # steps between samples; other GPUs wait during sampling
+    sample_prompt: str = "Hello, I'm a language model,"  # prompt for the samples
+    sample_tokens: int = 64         # number of tokens per sample, not counting the prompt
+    temperature: float = 1.0        # higher is more random; 0 always takes the most likely token
     top_k: int = 50                 # sample from the k most likely tokens; 0 = from all
     sample: int = 0                 # print this many samples instead of training
     log_dir: str = "log"            # folder of the run: log, checkpoints, curves, export
-    save_every: int = 250           # steps between checkpoints; two newest and the best stay
+    save_every: int = 250           # steps between checkpoints (the two newest and best are kept)
     keep_every: int = 5000          # steps between checkpoints that are never deleted
     # The machine
     device: str = "auto"            # auto (CUDA, else MPS, else CPU), cuda, cuda:1, mps or cpu
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # type in matrix products
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"  # matrix multiplication dtype
     compile: Literal["auto", True, False] = "auto"  # use torch.compile; auto: on CUDA only
 
-# For training on a text file: a small GPT on bytes, made for two CPU cores
+# For training on a text file: a small byte-level GPT, sized for two CPU cores
 SMALL = dict(
     encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3, n_head=4, n_embd=128,
     optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
@@ -121,7 +122,7 @@ SMALL = dict(
     val_tokens=131072, hellaswag_every=0, sample_every=800, sample_prompt="\n\n",
     sample_tokens=300, log_dir="log_small", compile=False)
 
-# For fine-tuning given weights (init_from) on a text file. The weights decide the model's shape
+# For fine-tuning given weights (init_from) on a text file. The weights determine the model's shape
 # and the encoding; max_lr and T follow from the shape (see finetune_preset)
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
@@ -133,7 +134,7 @@ FINETUNE = dict(
 class GPTConfig:
     """The constants of a model, with GPT-2's as defaults.
 
-    In a run, build_model() replaces the values of those that also exist in Config.
+    In a run, constants that also exist in Config take their values from Config.
     """
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded to a multiple of 128
@@ -156,16 +157,16 @@ def padded(n_vocab):
     """Return n_vocab rounded up to a multiple of 128, since GPUs multiply such sizes faster."""
     return math.ceil(n_vocab / 128) * 128
 
-PLACEHOLDER = 2.0**17  # stands for a weight that is not drawn yet; no real weight is this large
+PLACEHOLDER = 2.0**17  # marks a weight that has not been drawn yet; no real weight is this large
 
 def draw_later(layer, std=0.02):
-    """Give a layer a bias of 0 and a weight that GPT.init_weights() will draw from Normal(0, std).
+    """Set a layer's bias to 0 and mark its weight, to be drawn from Normal(0, std) later.
 
-    The draw has to wait because it depends on the parameter's full name, which exists only when
-    the whole GPT has been built. Until then each entry of the weight is PLACEHOLDER. A module may
-    still set its weights after this call: only entries that are PLACEHOLDER are drawn. To scale or
-    copy a drawn weight, do it at the end of GPT.__init__. check_parameters() reports a weight that
-    was scaled or copied too early.
+    GPT.init_weights() draws the weight. The draw depends on the parameter's full name, which is
+    known only after the whole GPT has been built. Until then each entry of the weight is
+    PLACEHOLDER. A module may still set its weights after this call: only entries that are
+    PLACEHOLDER are drawn. Scale or copy a drawn weight only at the end of GPT.__init__. If this
+    happens too early, check_parameters() raises an error.
     """
     nn.init.constant_(layer.weight, PLACEHOLDER)
     layer.weight.init_std = std  # init_weights() draws the parameters that have this attribute
@@ -173,7 +174,7 @@ def draw_later(layer, std=0.02):
         nn.init.zeros_(layer.bias)
     return layer
 
-Norm = nn.LayerNorm  # the class of all norms in the model: edit this line to try another
+Norm = nn.LayerNorm  # the class of all norms in the model: edit this line to try a different one
 
 class CausalSelfAttention(nn.Module):
     """Multi-head attention in which each token attends to itself and to earlier tokens."""
@@ -193,7 +194,10 @@ class CausalSelfAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # concatenate the heads
 
 class MLP(nn.Module):
-    """The part of a block that treats each token by itself: widen fourfold, GELU, narrow."""
+    """The part of a block that processes each token independently.
+
+    It widens the token's vector fourfold, applies GELU, and narrows the vector again.
+    """
     def __init__(self, config):
         super().__init__()
         self.c_fc = draw_later(nn.Linear(config.n_embd, 4 * config.n_embd))
@@ -204,7 +208,7 @@ class MLP(nn.Module):
         return self.c_proj(self.gelu(self.c_fc(x)))
 
 class Block(nn.Module):
-    """Attention, in which tokens exchange information, then the MLP. Both add to x."""
+    """Attention, through which tokens exchange information, and then the MLP. Both add to x."""
     def __init__(self, config):
         super().__init__()
         self.ln_1 = Norm(config.n_embd)
@@ -229,19 +233,19 @@ class GPT(nn.Module):
             ln_f=Norm(config.n_embd)))
         self.dropout = nn.Dropout(config.dropout)
         self.lm_head = draw_later(nn.Linear(config.n_embd, config.vocab_size, bias=False))
-        # Replace the weight that lm_head has of its own (remove this statement to untie the two).
-        # The input embedding is also the output matrix: tokens with similar meanings are similar
-        # in both roles, and 39 M parameters are saved (Press and Wolf 2017)
+        # Use the input embedding as the output matrix as well. (To untie them, remove this
+        # statement.) Similar tokens should have similar vectors in both matrices, and sharing one
+        # matrix removes 39 M parameters (Press and Wolf 2017)
         self.lm_head.weight = self.transformer.wte.weight
         self.init_weights()
-        self.eval()  # the model is in training mode in train_step() only
+        self.eval()  # only train_step() switches to training mode
 
     @torch.no_grad()
     def init_weights(self):
         """Draw the weights that draw_later() marked.
 
-        Each draw is a function of torch's seed and the parameter's name. A layer that you add does
-        not change the initial weights of the others.
+        Each draw is a function of torch's seed and the parameter's name. Adding a layer therefore
+        does not change the initial weights of the others.
         """
         for name, p in self.named_parameters():  # lists lm_head.weight as transformer.wte.weight
             if hasattr(p, "init_std"):
@@ -249,30 +253,30 @@ class GPT(nn.Module):
                 draw = torch.empty(p.shape, device="cpu").normal_(std=p.init_std,
                                                                   generator=generator)
                 p.copy_(torch.where(p == PLACEHOLDER, draw.to(p.device), p))
-        # The rows of the padding get no gradient: they stay at 0
+        # The padding rows get no gradient, so they stay at 0
         self.transformer.wte.weight[self.config.n_vocab:] = 0
 
     def forward(self, idx, targets=None, return_logits=True):
         """Return the logits (B, T, n_vocab) of token ids idx (B, T), and the loss.
 
         The loss is the mean cross-entropy in nats per token of targets (B, T), or None without
-        targets. Targets of -100 are ignored. Validation uses this loss, too: put a term that only
-        training should minimize (for example a z-loss) under `if self.training`.
+        targets. Targets of -100 are ignored. Validation also uses this loss, so put a term that
+        only training should minimize (for example a z-loss) under `if self.training`.
 
-        With return_logits=False the logits are None. A training step asks for that because
+        With return_logits=False the logits are None. A training step uses this option because
         torch.compile would otherwise allocate a gradient for the unused logits, 13 GB at B=64.
         """
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
-            # Embeddings are float32. A residual stream in bfloat16 halves the memory traffic
+            # The embeddings are float32. Casting x to 16 bits halves the memory traffic
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.dropout(x)
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
-        # Multiply with the padded matrix, since GPUs are slow with 50,257 columns, then drop the
-        # padding
+        # Multiply by the padded matrix and then drop the padding, since GPUs are slow with 50,257
+        # columns
         logits = self.lm_head(x)[..., :self.config.n_vocab].float()  # (B, T, n_vocab)
         loss = None
         if targets is not None:
@@ -282,15 +286,16 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
-        """Continue idx (B, T) with sampled tokens. Return (B, T + max_new_tokens).
+        """Append sampled tokens to the token ids idx (B, T). Return (B, T + max_new_tokens).
 
-        Temperature 0 takes the most likely token. top_k=k samples from the k most likely ones.
+        With temperature 0, take the most likely token. With top_k=k, sample from the k most likely
+        tokens.
         """
         if temperature == 0:
             temperature, top_k = 1.0, 1
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            # set_up() may have compiled this model in place. Each length would be compiled anew
+            # Run eagerly, since a compiled model would be recompiled for each new length
             with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, n_vocab)
             if top_k:
@@ -305,12 +310,12 @@ class GPT(nn.Module):
     def from_pretrained(cls, source, **constants):
         """Return the GPT in `source`.
 
-        source: gpt2 ... gpt2-xl, a folder of Hugging Face or of a run, a .pt file, or what
+        source: gpt2 ... gpt2-xl, a Hugging Face folder, a run's folder, a .pt file, or what
         read_weights() returns for one of these.
 
-        constants: constants of GPTConfig that the weights do not decide, for example dropout.
-        Parameters that the weights lack keep the initial values that the code gives them. Raises
-        UserError.
+        constants: constants of GPTConfig that the weights do not determine, for example dropout.
+        Parameters missing from the weights keep the initial values that the code gives them. Raise
+        UserError if the weights cannot be read or do not fit the model.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
         model = cls(config_for_weights(weights, constants))
@@ -320,13 +325,14 @@ class GPT(nn.Module):
 def build_model(cfg, encoding, weights=None):
     """Return the GPT to train, new or with given weights.
 
-    A run that continues calls this function, too. Afterwards its State restores all weights.
+    This function is also called when a run is resumed. State then restores all weights.
 
-    To freeze parameters, set requires_grad=False before the return. A teacher belongs here as well:
-    keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its parameters do not
-    become parameters of the model, and move it with .to(idx.device) where you use it.
+    To freeze parameters, set requires_grad=False before the return statement. A teacher model also
+    belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
+    parameters do not become parameters of the model, and move it with .to(idx.device) where you
+    use it.
     """
-    torch.manual_seed(cfg.seed)  # from which init_weights() draws
+    torch.manual_seed(cfg.seed)  # init_weights() derives its random draws from this seed
     if weights is None:
         model = GPT(GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
                               n_vocab=encoding.n_vocab, **model_constants(cfg)))
@@ -344,11 +350,12 @@ class DataLoaderLite:
 
     The rows of a shard begin at its tokens 0, T, 2 T and so on. The model reads the first T tokens
     of a row and predicts the last T, so the last token of a row is also the first token of the next
-    one. An epoch visits each row once, in file order or in an order drawn from (seed, epoch). The
-    methods number rows in the order in which they are visited, epoch after epoch, without end.
+    one. An epoch visits each row once, in file order or in an order drawn from (seed, epoch). Rows
+    are numbered in the order in which they are visited, and each epoch continues the numbering of
+    the previous one.
 
-    shards: paths of .npy files, or arrays of token ids (N,). Ids of n_vocab or more are refused.
-    recut: cut later epochs at other places than the first (see locate).
+    shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
+    UserError. recut: whether to cut later epochs at different places (see locate).
     """
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
@@ -356,14 +363,14 @@ class DataLoaderLite:
         self.lengths = [len(open_shard(shard)) for shard in shards]
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
-        self.open_number, self.tokens = None, None  # number and tokens of the shard read last
+        self.open_number, self.tokens = None, None  # the most recently read shard
 
     def locate(self, row):
         """Return the number of the shard that holds a row, and the token at which the row begins.
 
         Example: the shards have 3, 5 and 4 rows, T is 10, and this epoch visits shards 2, 0, 1.
-        Then row 5 is the second of shard 0. If the rows of shard 0 come in the order 1, 2, 0, the
-        second is its row 2, which begins at token 20.
+        Then row 5 is the second row from shard 0. If the rows of shard 0 are visited in the order
+        1, 2, 0, this is row 2 of the shard, which begins at token 20.
         """
         epoch, row = divmod(row, self.rows_per_epoch)
         shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)
@@ -375,13 +382,16 @@ class DataLoaderLite:
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
         start = int(row_order[row - begin]) * self.T     # 20
         if self.recut:
-            # Move the cuts of each epoch to the left by another amount, so that a small text yields
-            # new rows. The multiples of 0.618 T, modulo T, are far apart
+            # Shift the cuts to the left by a different amount in each epoch, so that a small text
+            # yields new rows. The multiples of 0.618 T, modulo T, are far apart
             start = max(0, start - int(0.618 * epoch * self.T) % self.T)
         return number, start
 
     def read(self, row, B):
-        """Return the rows `row` ... row + B - 1, (B, T + 1) int64, as torch has no uint16 math."""
+        """Return rows `row` to row + B - 1 as an array (B, T + 1).
+
+        The array is int64, because torch has no uint16 arithmetic.
+        """
         rows = np.empty((B, self.T + 1), dtype=np.int64)
         for b in range(B):
             shard_number, start = self.locate(row + b)
@@ -401,18 +411,22 @@ class DataLoaderLite:
         if device.type == "cuda":  # a copy from pinned memory does not block the CPU
             rows = rows.pin_memory()
         rows = rows.to(device, non_blocking=device.type == "cuda")
-        # For edits: copies, so that an edit of x leaves y alone
+        # For edits: these are copies, so that changing x in place does not change y
         return rows[:, :-1].clone(), rows[:, 1:].clone()
 
-@lru_cache(maxsize=4)  # orders in use; those of all shards would take too much memory
+@lru_cache(maxsize=4)  # enough for the permutations in use; all of them would need too much memory
 def permutation(shuffle, n, *key):
-    """Return 0 ... n - 1, shuffled by key or in order. RandomState is the same in every NumPy."""
+    """Return 0 ... n - 1, shuffled with `key` as the seed, or in order if `shuffle` is False.
+
+    RandomState gives the same result in every version of NumPy.
+    """
     return np.random.RandomState(key).permutation(n) if shuffle else np.arange(n)
 
 def rows_before(cfg, step):
     """Return the number of rows that all steps before `step` read.
 
-    To make the batch grow, edit this function. Data, token counts and curves follow from it.
+    To let the batch grow during training, edit this function. The script derives the data of each
+    step, the token counts and the curves from it.
     """
     return step * (cfg.total_batch_size // cfg.T)
 
@@ -421,7 +435,7 @@ def get_lr(step, cfg):
     """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr.
 
     It applies to optimizer groups that were built with lr=cfg.max_lr. A group that was built with
-    another lr keeps its ratio to max_lr in every step (see step_optimizers).
+    a different lr keeps its ratio to max_lr in every step (see step_optimizers).
     """
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
@@ -436,8 +450,8 @@ def newton_schulz(G):
 
     Each iteration turns a singular value x into a x + b x^3 + c x^5 (Jordan et al. 2024).
     """
-    a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0, to lift small values
-    X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # no singular value above 1
+    a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0, to raise small values
+    X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now none exceeds 1
     for _ in range(5):
         A = X @ X.mT                                    # (n, rows, rows)
         P = torch.baddbmm(A, A, A, beta=b, alpha=c)     # b A + c A^2
@@ -447,12 +461,13 @@ def newton_schulz(G):
 class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum for matrices (Jordan et al. 2024).
 
-    A few directions dominate the gradient of a matrix. Muon makes all directions equally long, so
-    that rare ones are learned, too. The factor 0.2 sqrt(longer side) makes its updates as large as
-    those of AdamW, so both can share a learning rate (Liu et al. 2025, section 2.2).
+    A few directions dominate the gradient of a matrix. Muon gives all directions about the same
+    magnitude, so that the model also learns from rare ones. The factor 0.2 sqrt(longer side) makes
+    its updates as large as those of AdamW, so both can share a learning rate (Liu et al. 2025,
+    section 2.2).
 
-    params: pairs of name and matrix. torch.optim.Optimizer stores the names in "param_names".
-    dtype: the type that Newton-Schulz computes in.
+    params: pairs (name, matrix). torch.optim.Optimizer stores the names in "param_names".
+    dtype: the dtype in which newton_schulz() computes.
     """
     def __init__(self, params, lr, weight_decay=0.0, momentum=0.95, dtype=torch.float32):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
@@ -461,8 +476,8 @@ class Muon(torch.optim.Optimizer):
     def smoothed_gradient(self, p, momentum):
         """Update the running average of the gradient g, and return Nesterov's momentum.
 
-        The new average is m * old average + (1 - m) * g. The result applies the same formula to
-        the new average.
+        The new average is m * old average + (1 - m) * g, where m is `momentum`. The result is the
+        same formula applied to the new average: m * new average + (1 - m) * g.
         """
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -472,13 +487,13 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure=None):
         for group in self.param_groups:
-            by_shape = defaultdict(list)  # one batch per shape: fewer, larger products
+            by_shape = defaultdict(list)  # one batch per shape: fewer, larger operations
             for name, p in zip(group["param_names"], group["params"]):
                 if p.grad is None:  # not used in this step
                     continue
                 gradient = self.smoothed_gradient(p, group["momentum"])
-                # Query, key and value are three matrices, which c_attn stacks. For edits: a c_attn
-                # of another shape is treated as one matrix
+                # c_attn stacks three matrices, for query, key and value. For edits: a c_attn with
+                # a different shape is treated as one matrix
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
                 for weight, G in zip(p.chunk(n), gradient.chunk(n)):  # weight is a view of p
                     if G.size(0) > G.size(1):  # wide matrices are cheaper
@@ -497,9 +512,10 @@ def configure_optimizers(raw_model, cfg, dtype=torch.float32):
     taken = {p for _, p in for_muon}
     others = [p for p in raw_model.parameters() if p.requires_grad and p not in taken]
     groups = [dict(params=[p for p in others if p.dim() >= 2], weight_decay=cfg.weight_decay),
-              # Biases and gains do not decay: pulled towards 0, they would only distort the model
+              # No decay for biases and gains: pulling them to 0 would only distort the model
               dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0)]
-    # betas and eps as in GPT-3 (Brown et al. 2020, appendix B); fused: all in one kernel
+    # betas and eps are as in GPT-3 (Brown et al. 2020, appendix B). With fused=True, one kernel
+    # updates all parameters
     adamw = torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
     if not for_muon:
         return [adamw]
@@ -510,31 +526,35 @@ def configure_optimizers(raw_model, cfg, dtype=torch.float32):
 class State:
     """Everything that later steps depend on, apart from constants and data.
 
-    A checkpoint saves each attribute, and a restart restores it: numbers, strings, tensors, lists
-    and dicts of these, and objects that have state_dict(), alone or in a list. Put your own
-    attributes here (a running mean, averaged weights). One that cannot be saved is reported before
-    the first step.
+    A checkpoint saves every attribute, and a restart restores them all. An attribute may be a
+    number, a string, a tensor, a list or dict of these, an object with state_dict(), or a list of
+    such objects. Add your own attributes here (for example a running mean or averaged weights). An
+    attribute that cannot be saved raises an error before the first step.
 
-    raw_model is the GPT without the DDP wrapper around it. If the model is compiled, then in place:
+    raw_model is the GPT without the DDP wrapper. If it is compiled, it is compiled in place, so
     raw_model(idx) runs the compiled code.
     """
     raw_model: nn.Module
     optimizers: list
-    scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other types
+    scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time spent in steps, without compiling, evaluation and saves
-    tokens: int = 0               # tokens that the steps have read
+    minutes: float = 0.0          # time in steps, excluding compilation, evaluation and saving
+    tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                # What the code gives the group, above all the lr at the peak of the schedule
+                # The values that the code gave the group. step_optimizers() scales this lr, and
+                # load_optimizer() needs the values to see which of them training has changed
                 group["as_built"] = {name: value for name, value in group.items()
                                      if name not in ("params", "param_names", "as_built")}
 
     @property
     def eval_model(self):
-        """The GPT that is validated, sampled and exported. For edits: it may be an averaged one."""
+        """The GPT that is validated, sampled and exported.
+
+        For edits: if an edit averages the weights, return the averaged model here.
+        """
         return self.raw_model
 
     def state_dict(self):
@@ -545,28 +565,28 @@ class State:
 
 @dataclass
 class Run:
-    """What train() works with. It is built anew at each start: only State outlives a restart."""
+    """The objects that train() uses. Each start builds them anew; only State survives a restart."""
     cfg: Config
     state: State
     device: torch.device
     encoding: tiktoken.Encoding
     ddp_model: nn.Module          # raw_model, wrapped in DDP if there are several processes
-    autocast: partial             # autocast() is a context whose matrix products are in cfg.dtype
+    autocast: partial             # creates the context for matrix multiplications in cfg.dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
-    tokens_per_byte: float        # of the validation text; turns nats per token into nats per byte
-    questions: object = None      # a hellaswag.Prepared; None: HellaSwag is not scored
+    tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
+    questions: object = None      # a hellaswag.Prepared, or None if HellaSwag is not scored
     folder: "RunFolder" = None    # log_dir; None during the trial steps of steps_that_fit()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
-    validated_step: int = -1      # the step that was validated last
-    step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # of the last steps
+    validated_step: int = -1      # the last step that was validated
+    step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
     told_slow: bool = False       # whether warn_of_slow_steps() has printed its line
 
 @torch.no_grad()
 def validation_loss(run, loader, model=None):
     """Return the mean loss of eval_model over val_tokens tokens, in nats per token.
 
-    For edits: `loader` may be that of a second validation set, and `model` another model.
+    For edits: `loader` may read a second validation set, and `model` may be a different model.
 
     Each process sums over its share of the rows, so the result is the same for any B and any
     number of processes.
@@ -576,7 +596,7 @@ def validation_loss(run, loader, model=None):
     total, counted = torch.zeros(2, device=run.device)
     for row in range(rank() * cfg.B, n_rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        y[n_rows - row:] = -100  # ignore rows at the end of the last batch that are too many
+        y[n_rows - row:] = -100  # ignore the surplus rows of the last batch
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
         total = total + loss * (y >= 0).sum()
@@ -587,10 +607,10 @@ def validation_loss(run, loader, model=None):
 def read_step(run):
     """Return this process's micro-batches of the next step: a list of (row, x, y).
 
-    The rows of a step are dealt out B at a time: to rank 0, to rank 1, ..., and again to rank 0.
-    (resolve_config() has lowered B so that every micro-batch is full.) row is the number of the
-    first row; x and y are (B, T). To mask targets (set them to -100) or to change inputs, edit this
-    function.
+    The rows of a step are dealt out B at a time: to rank 0, rank 1, ..., then to rank 0 again.
+    (resolve_config() has lowered B so that every micro-batch is full.) row is the number of a
+    micro-batch's first row; x and y are (B, T). To mask targets (set them to -100) or to change
+    inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
@@ -602,8 +622,9 @@ def loss_weights(batches):
     """Return the weight of each micro-batch's mean loss in the loss of the step.
 
     The loss of a step is the mean over all its targets. In the unedited file each weight is 1 /
-    number of micro-batches of this process, as always in gradient accumulation. For edits: if some
-    targets are -100, a micro-batch weighs as much as the targets in it that are not.
+    (number of micro-batches of this process), as usual in gradient accumulation. For edits: if some
+    targets are -100, the weight is the micro-batch's share of all counted targets of the step,
+    times the number of processes.
     """
     n_targets = [(y >= 0).sum() for _, _, y in batches]
     n_in_step = sum_over_ranks(torch.stack(n_targets).sum())  # in all processes
@@ -611,23 +632,23 @@ def loss_weights(batches):
     return [n * world_size() / n_in_step for n in n_targets]
 
 def train_step(run):
-    """Take one optimizer step. Return the loss and the gradient's norm before clipping.
+    """Take one optimizer step. Return the loss and the gradient norm before clipping.
 
-    With several processes, the loss of the step is the mean of the losses that they return. Both
-    values are tensors on the device, so the CPU need not wait for the GPU. (In float16 it waits,
-    since GradScaler has to know whether a gradient overflowed.)
+    The loss is this process's contribution: averaged over the processes, it is the mean loss over
+    all targets of the step. Both values are tensors on the device, so the CPU need not wait for the
+    GPU. (In float16 it does wait, since GradScaler has to know whether a gradient overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
     for (row, x, y), weight in zip(batches, loss_weights(batches)):
-        # Dropout follows from the seed and the number of the first row, so that a restart repeats
-        # it. (With dropout, another B therefore leads to slightly different losses)
+        # The dropout masks are determined by the seed and the number of the first row, so that a
+        # restart repeats them. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
         # DDP averages gradients over the processes during the backward pass. Only the last
-        # micro-step needs that: gradients add up locally before it. The forward pass must be
-        # inside no_sync(), too, as DDP prepares the averaging there.
+        # micro-step needs that; before it, gradients accumulate locally. The forward pass must
+        # also be inside no_sync(), because DDP prepares the averaging there
         is_last = row == batches[-1][0]
         with contextlib.nullcontext() if is_last or world_size() == 1 else ddp_model.no_sync():
             with run.autocast():
@@ -639,8 +660,8 @@ def train_step(run):
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: here each p.grad is the exact gradient of the step's loss, the same in all
-    # processes. This seed makes random draws, such as gradient noise, the same in all of them, too
+    # For edits: at this point each p.grad is the exact gradient of the step's loss, the same in all
+    # processes. This seed also makes random draws, such as gradient noise, the same in all of them
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
@@ -653,7 +674,7 @@ def step_optimizers(state, cfg, norm):
         for group in optimizer.param_groups:
             group["lr"] = group["as_built"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed. GradScaler.step() alone would skip
-        # only the optimizer that owns this gradient
+        # only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
             state.scaler.step(optimizer)
         optimizer.zero_grad()
@@ -662,17 +683,18 @@ def step_optimizers(state, cfg, norm):
 def due(every, run):
     """Return whether something that happens every `every` steps (0 = never) is due now.
 
-    It is due at step 0, at each multiple, and after the last step.
+    It is due at step 0, at each multiple of `every`, and after the last step.
     """
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
 
 def train(run):
-    """Repeat: save, evaluate, take a step. Stop at max_steps, or when a signal comes."""
+    """Save, evaluate and take a step, repeatedly, until max_steps or a signal. Then finish."""
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # First, so that an evaluation that fails costs no steps. A step is saved only once
+            # Save first, so that no steps are lost if an evaluation fails. save() does nothing if
+            # this step has already been saved
             run.folder.save(state)
         if due(cfg.eval_every, run):
             validate(run)
@@ -680,14 +702,14 @@ def train(run):
             report(run, step, "hella", hellaswag_score(run), print_always=True)
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
             run.folder.plot()
-        # No sample before training, unless the model is only evaluated
+        # Do not sample before training, unless the model is only to be evaluated
         if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):
             print_sample(run)
         if step >= cfg.max_steps:
             break
         start = time.perf_counter()
         loss, norm = train_step(run)
-        # One value per process. This is where the CPU waits for the GPU
+        # Each list has one value per process. The CPU waits for the GPU here
         losses, norms, signals = all_gather(loss, norm, run.signal_came.is_set())
         add_time(run, time.perf_counter() - start)
         check_step(run, losses, norms)
@@ -696,9 +718,9 @@ def train(run):
     finish(run, stopped)
 
 
-# ==== Part two: what long runs on real machines need
-# ---- Reading checkpoints and weights. Files may be damaged, may come from an older version of this
-# script or from another model, and may contain code, so nothing is unpickled
+# ==== Part two: what long runs need in practice
+# ---- Reading checkpoints and weights. Files may be damaged, or may come from an older version of
+# this script or from a different model. They may contain code, so arbitrary objects are not loaded
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder, the newest first."""
     paths = Path(folder).glob("checkpoint_*.pt")
@@ -707,7 +729,10 @@ def find_checkpoints(folder):
     return dict(sorted(found.items(), reverse=True))
 
 def read_checkpoint(path, mmap=True):
-    """Return the content of a checkpoint. Verifies the checksums, which torch.load ignores."""
+    """Verify a checkpoint's checksums, which torch.load ignores, and return its content.
+
+    Raise UserError if the file is damaged or is not a checkpoint.
+    """
     try:
         with zipfile.ZipFile(path) as archive:  # the format that torch.save writes
             if archive.testzip():
@@ -718,10 +743,11 @@ def read_checkpoint(path, mmap=True):
     return in_todays_form(content)
 
 def in_todays_form(content):
-    """Return a checkpoint of an earlier version of this script with the entries of this one.
+    """Convert a checkpoint written by an earlier version of this script to the current format.
 
-    Until November 2026, eval_model was called "model" and raw_model "trained". State's numbers were
-    in "numbers", and the classes of the optimizers in "optimizer_names". Tokens were not counted.
+    Until November 2026, eval_model was called "model" and raw_model was called "trained". State's
+    numbers were stored in "numbers", and the classes of the optimizers in "optimizer_names". Tokens
+    were not counted.
     """
     if "model" not in content:
         return content
@@ -741,16 +767,19 @@ def verify_checkpoint(path):
     read_checkpoint(path)
 
 def newest_checkpoint(folder):
-    """Return the path of the newest undamaged checkpoint, or None if there is no checkpoint."""
+    """Return the path of the newest undamaged checkpoint, or None if there is no checkpoint.
+
+    Raise UserError if all checkpoints are damaged.
+    """
     found = find_checkpoints(folder)
     for path in found.values():
         try:
             verify_checkpoint(path)
             return path
         except UserError as e:
-            print0(f"{e} Trying the one before it.")
+            print0(f"{e} Trying the previous checkpoint.")
     if found:
-        raise UserError(f"Every checkpoint in {folder}/ is damaged: choose another --log_dir.")
+        raise UserError(f"Every checkpoint in {folder}/ is damaged: choose a different --log_dir.")
 
 def best_checkpoint(folder):
     """Return the path of the undamaged checkpoint to sample from and to export, or None.
@@ -767,7 +796,8 @@ def best_checkpoint(folder):
                 verify_checkpoint(found[best_step])
                 return found[best_step]
             except UserError as e:
-                print0(f"{e} It had the lowest validation loss. Using the newest one instead.")
+                print0(f"{e} It had the lowest validation loss. The newest checkpoint is used "
+                       "instead.")
     return newest_checkpoint(folder)
 
 def read_run(folder):
@@ -775,7 +805,7 @@ def read_run(folder):
     return json.loads(Path(folder, "run.json").read_text())
 
 def read_streams(folder):
-    """Return {stream: [(step, value), ...]} of a run's log.txt."""
+    """Return {stream: [(step, value), ...]} from a run's log.txt."""
     path, streams = Path(folder, "log.txt"), defaultdict(list)
     text = path.read_text(errors="replace") if path.exists() else ""
     for step, stream, value in re.findall(r"^(\d+) (.+) (-?[\d.]+)$", text, re.M):
@@ -784,15 +814,18 @@ def read_streams(folder):
 
 @dataclass
 class Weights:
-    """The weights of a model, and what one has to know to use them."""
+    """The weights of a model and the information needed to use them."""
     source: str           # the file, folder or hub name that they were read from
-    config: dict          # constants of GPTConfig that they decide; not dropout
-    encoding: str | None  # name of the encoding; None: unknown
+    config: dict          # the constants of GPTConfig that they determine (all except dropout)
+    encoding: str | None  # name of the encoding, or None if it is unknown
     tensors: dict         # the state_dict of a GPT
-    code: int | None      # checksum of the code that wrote them; None: unknown
+    code: int | None      # checksum of the code that wrote them, or None if it is unknown
 
 def read_weights(name):
-    """Return the Weights in a .pt file, a run's folder, a Hugging Face folder or on the hub."""
+    """Return the Weights from a .pt file, a run's folder, a Hugging Face folder or the hub.
+
+    Raise UserError if they cannot be read.
+    """
     if name.endswith(".pt"):
         return weights_in_checkpoint(read_checkpoint(name), name)
     if find_checkpoints(name):
@@ -803,17 +836,20 @@ def read_weights(name):
     return Weights(name, without_dropout(model.config), encoding, model.state_dict(), code=None)
 
 def weights_in_checkpoint(content, source):
-    """Return the Weights of eval_model in what read_checkpoint() returned."""
+    """Return the Weights of eval_model. content: what read_checkpoint() returned."""
     return Weights(source, without_dropout(content["gpt_config"]), content["encoding"],
                    content["eval_model"], content.get("code"))
 
 def without_dropout(config):
-    """Return a GPTConfig, or a dict, as a dict without dropout, which weights do not decide."""
+    """Convert a GPTConfig or a dict to a dict without dropout, which weights do not determine."""
     constants = config if isinstance(config, dict) else asdict(config)
     return {name: value for name, value in constants.items() if name != "dropout"}
 
 def config_for_weights(weights, constants):
-    """Return the GPTConfig for weights. For what the weights decide, `constants` are ignored."""
+    """Return the GPTConfig for weights. Constants stored with them override `constants`.
+
+    Raise UserError if GPTConfig lacks a constant of the weights.
+    """
     config = constants | weights.config
     if unknown := config.keys() - asdict(GPTConfig()).keys():
         raise UserError(f"{weights.source} was made with the constant {min(unknown)}, which "
@@ -822,22 +858,29 @@ def config_for_weights(weights, constants):
     return GPTConfig(**config)
 
 def load_tensors(model, weights):
-    """Load weights into a model. Tensors that they lack keep their values. Raises UserError."""
+    """Load weights into a model. Tensors missing from the weights keep the model's values.
+
+    Raise UserError if names or shapes do not match.
+    """
     own = model.state_dict()
     if missing := own.keys() - weights.tensors.keys():
-        print0(f"!!! {weights.source} lacks {min(missing)}. {len(missing)} tensor(s) begin with "
-               "the values that the code gives them.")
+        print0(f"!!! {weights.source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
+               "initial values that the code gives them.")
     try:
         model.load_state_dict(own | weights.tensors)
-    except RuntimeError as e:  # other names, other shapes
+    except RuntimeError as e:  # names or shapes do not match
         raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
-                        f"({first_line(e)}).") from None
+                        f"({first_line(e)}): use the code that the weights were made with."
+                        ) from None
 
 # Hugging Face's GPT-2 stores these matrices as (in, out), and nn.Linear as (out, in)
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 def load_hugging_face(name):
-    """Return the GPT in a folder or repository of transformers. Raises UserError."""
+    """Return the GPT in a Hugging Face folder or hub repository.
+
+    Raise UserError if it cannot be loaded or does not return the same logits as transformers.
+    """
     try:
         import transformers
         transformers.logging.disable_progress_bar()
@@ -851,33 +894,39 @@ def load_hugging_face(name):
             raise ValueError(f"{unmatched[0]} is not in both models")
         for key, weight in source.items():
             weight = weight.t() if key.endswith(TRANSPOSED) else weight
-            # target[key] shares its memory with the model; the model's embedding has more rows
+            # target[key] shares its memory with the model. Only the first rows are copied, since
+            # the model's embedding is padded
             target[key][:len(weight)].copy_(weight)
         check_same_function(model, hf, end_of_text=c.vocab_size - 1)
     except Exception as e:  # files and networks may raise anything
         raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
-                        f"be loaded as a GPT-2 of Hugging Face ({first_line(e)}).") from None
+                        f"be loaded as a Hugging Face GPT-2 ({first_line(e)}): check the name."
+                        ) from None
     return model
 
 @torch.no_grad()
 def check_same_function(ours, hf, end_of_text):
-    """Raise ValueError if our model and a Hugging Face model, both on the CPU, differ in logits."""
+    """Raise ValueError if our model and a Hugging Face model return different logits.
+
+    Both models must be on the CPU.
+    """
     c = ours.config
     idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    # For edits: attention that does not cross the end of a text makes a difference only if there is
-    # one in the middle
+    # For edits: an end of text in the middle also exposes a model whose attention does not cross
+    # documents
     idx[0, c.block_size // 2] = end_of_text
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
-    if not differences.max() < 1e-3:  # also if it is NaN
+    if not differences.max() < 1e-3:  # also true for NaN
         raise ValueError(f"logits differ by {differences.max():.1%}")
 
 @lru_cache  # main() calls it first, since the file may be edited while the run is in progress
 def code_checksum():
     """Return a CRC-32 of the code that a run depends on, without comments and constants.
 
-    That is this file without Config, SMALL and FINETUNE; encoding_parts() in fineweb.py, which
-    decides the tokens of a text; and every other module that this file imports from its folder.
+    It covers this file without Config, SMALL and FINETUNE; encoding_parts() in fineweb.py, which
+    determines the tokens of a text; and any module of your own that this file imports from its
+    folder.
     """
     path = Path(__file__)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -894,7 +943,10 @@ def code_checksum():
     return zlib.crc32("\n".join(filter(None, lines)).encode())
 
 def modules_beside(path, seen):
-    """Return the .py files in the folder of `path` that it imports, and those that they import."""
+    """Return the .py files beside `path` that it imports, directly or indirectly.
+
+    seen: names of modules to leave out.
+    """
     imported, found = set(), set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
@@ -908,11 +960,11 @@ def modules_beside(path, seen):
     return found
 
 # ---- Command line and settings: every constant gets its final value here, before anything uses it.
-# (If max_steps depends on the data or on a measurement, it gets its value while the run is set up)
+# (If max_steps depends on the data or on a measurement, set_up() determines it)
 PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 
 def main():
-    """Do what the command line says. A mistake of the user ends it with one sentence."""
+    """Do what the command line asks. On a UserError, print its message and exit with status 1."""
     sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C has nothing to save
     code_checksum()
@@ -934,8 +986,8 @@ def main():
 def run_command(flags):
     """Train, or print samples.
 
-    DDP keeps the process group alive. When this function returns, its local variable `run` is gone,
-    and with it DDP, so that main() can end the group.
+    The local variable `run` holds the DDP model, which keeps the process group alive. Both are gone
+    when this function returns, so that main() can end the group.
     """
     device = pick_device(make_config(Config, flags).device)
     if "RANK" in os.environ:
@@ -947,7 +999,7 @@ def run_command(flags):
     print0(first_lines)
     run = set_up(cfg, device, start)
     del start  # free what the model and the optimizers do not use
-    with contextlib.closing(run.folder):  # whatever ends train(), a save in progress is finished
+    with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
         train(run)
 
 def is_text(data):
@@ -956,22 +1008,22 @@ def is_text(data):
 
 @dataclass(frozen=True)
 class Start:
-    """What a command begins with."""
-    weights: Weights | None = None   # that init_from asks for; None: they are drawn from the seed
-    checkpoint: dict = field(default_factory=dict)  # of the run to continue; {}: the run is new
+    """What a command starts from."""
+    weights: Weights | None = None   # the given weights, or None to draw new ones from the seed
+    checkpoint: dict = field(default_factory=dict)  # content of a checkpoint; {} for a new run
 
 def resolve_config(flags, device=torch.device("cpu")):
-    """Return (cfg, Start, first lines): the constants, what to begin with, and a description.
+    """Return (cfg, Start, first lines): the constants, what to start from, and a description.
 
-    A constant gets its value from the last of these that has one:
+    Each constant gets its value from the last of these sources that sets it:
 
     1. the default in Config
     2. the preset: SMALL for a text file, FINETUNE for a text file and given weights
-    3. weights that are given by init_from, which decide the model's shape and the encoding
-    4. the flags. A flag that contradicts the weights is refused
+    3. the weights given by init_from, which determine the model's shape and the encoding
+    4. the flags. A flag that contradicts the weights raises UserError
 
-    Then B is lowered until it divides the batch. If `epochs` or `minutes` decide max_steps,
-    resolve_max_steps() sets it once the data are open.
+    Then B is lowered if needed to divide the batch. If max_steps depends on `epochs` or `minutes`,
+    set_up() determines it after opening the data.
     """
     data, note = flags.get("data", Config.data), ""
     data_was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
@@ -987,7 +1039,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     start = find_start(make_config(Config, preset | flags), device)
     if preset_name == "FINETUNE":
         preset = finetune_preset(start.weights) | preset
-    if "max_steps" in flags:  # then epochs and minutes of the preset do not decide it
+    if "max_steps" in flags:  # an explicit max_steps overrides the preset's epochs and minutes
         preset = preset | {"epochs": 0.0, "minutes": 0.0}
     decided = constants_of_weights(start.weights) if start.weights else {}
     check_flags_against_weights(flags, decided, start.weights)
@@ -1001,17 +1053,18 @@ def resolve_config(flags, device=torch.device("cpu")):
     return cfg, start, lines
 
 def find_start(cfg, device):
-    """Return what to begin with: a Start. Raises UserError.
+    """Return what to start from: a checkpoint, given weights, both or neither.
 
-    Training continues the run in log_dir, if there is one, and else begins with init_from. Sampling
-    is the other way round: init_from comes first, and "scratch" means the best weights in log_dir.
+    Training resumes the run in log_dir if there is one, and otherwise starts from init_from.
+    Sampling uses init_from if it is set, and otherwise ("scratch") the best weights in log_dir.
+    Raise UserError if the weights cannot be read or there are none to sample from.
     """
     if cfg.init_from == "resume":
-        raise UserError("init_from=resume is not needed: the same command with the same --log_dir "
-                        "continues a run. Leave out --init_from.")
+        raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
+                        "the same --log_dir. Leave out --init_from=resume.")
     if not cfg.sample:
         checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-        if checkpoint:  # it has the weights that init_from stood for; their source may be gone
+        if checkpoint:  # take the weights from it, as the source in init_from may be gone
             is_new = cfg.init_from == "scratch"
             weights = None if is_new else weights_in_checkpoint(checkpoint, cfg.log_dir)
             return Start(weights, checkpoint)
@@ -1023,7 +1076,7 @@ def find_start(cfg, device):
     return Start() if cfg.init_from == "scratch" else Start(read_weights(cfg.init_from))
 
 def read_newest_checkpoint(log_dir, device):
-    """Return the content of the newest undamaged checkpoint, or {}. Rank 0 decides which it is."""
+    """Return the content of the newest undamaged checkpoint, or {}. Rank 0 selects it for all."""
     path = newest_checkpoint(log_dir) if rank() == 0 else None
     if world_size() > 1:  # processes may see different files on a shared disk
         box = [path]
@@ -1031,33 +1084,34 @@ def read_newest_checkpoint(log_dir, device):
         path = box[0]
     if path is None:
         return {}
-    # Do not map the file on a CPU: AdamW keeps the tensors, and Windows cannot delete a mapped file
+    # Do not memory-map the file on a CPU: AdamW would keep the mapped tensors, and Windows cannot
+    # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def finetune_preset(weights):
     """Return the constants of FINETUNE that depend on the weights.
 
-    The best learning rate of Adam falls with the width (Yang et al. 2022): 1.3e-4 for gpt2. Rows
-    have the largest power of two that fits the weights' context, and at most 1024 tokens.
+    Adam's best learning rate falls as the width grows (Yang et al. 2022); max_lr is 1.3e-4 for
+    gpt2. T is the largest power of two that fits the weights' context, up to 1024.
     """
     block_size = weights.config["block_size"]
     return {"max_lr": 0.1 / weights.config["n_embd"],
             "T": min(1024, 2 ** int(math.log2(block_size)))}
 
 def constants_of_weights(weights):
-    """Return the constants of Config that weights decide."""
+    """Return the constants of Config that weights determine."""
     decided = {name: value for name, value in weights.config.items() if name in asdict(Config())}
     return decided | ({"encoding": weights.encoding} if weights.encoding else {})
 
 def check_flags_against_weights(flags, decided, weights):
-    """Raise UserError for a flag that differs from what the weights decide."""
+    """Raise UserError for a flag that contradicts the weights."""
     for name in flags.keys() & decided.keys():
         if str(flags[name]) != str(decided[name]):
             raise UserError(f"{name} is {decided[name]} in the weights {weights.source}: leave out "
                             f"--{name}.")
 
 def description_of_preset(preset_name, cfg, constants):
-    """Return the name of the preset, the reason for it, and the values that it leads to."""
+    """Return a description of the preset: its name, the reason for it, and the values it sets."""
     if preset_name == "Config":
         return "Config, since data is a folder of shards"
     values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in constants)
@@ -1065,17 +1119,17 @@ def description_of_preset(preset_name, cfg, constants):
     return f"{preset_name} instead of Config, since data is {reason}:\n{values}"
 
 def describe_weights(start, decided, otherwise):
-    """Return where the weights are from, and each constant that would be different without them."""
+    """Return a description of the weights: their source and the constants that they change."""
     weights = start.weights
     changed = [f"{name}={value!r} (not {otherwise[name]!r})" for name, value in decided.items()
                if otherwise[name] != value]
     other_code = ""
     if is_of_other_code(weights.code) and not start.checkpoint:  # else warnings_about() reports it
-        other_code = ". It was written by other code"
-    return f"{weights.source} decides {', '.join(changed) or 'no constant'}{other_code}"
+        other_code = ". It was written by different code"
+    return f"{weights.source} sets {', '.join(changed) or 'no constant'}{other_code}"
 
 def check_config(cfg):
-    """Raise UserError for constants that cannot work."""
+    """Raise UserError for values of constants that cannot work."""
     for name in ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens"):
         if getattr(cfg, name) < 1:
             raise UserError(f"{name}={getattr(cfg, name)}: it must be 1 or more.")
@@ -1090,7 +1144,7 @@ def check_config(cfg):
                         "of them.")
     if not is_text(cfg.data) and not all(find_shards(cfg.data)):
         raise UserError(f"data={cfg.data} is neither a text file nor a folder with *_train_*.npy "
-                        "and *_val_*.npy: run fineweb.py, or set another --data.")
+                        "and *_val_*.npy: run fineweb.py, or set a different --data.")
     together = cfg.T * world_size()
     if cfg.total_batch_size % together:
         fitting = max(1, round(cfg.total_batch_size / together)) * together
@@ -1099,38 +1153,38 @@ def check_config(cfg):
                         f"--total_batch_size={fitting}.")
 
 def fitting_B(cfg):
-    """Return the largest number of rows, at most B, that divides a process's rows of a step."""
+    """Return the largest B, at most cfg.B, that evenly divides one process's rows of a step."""
     rows = max(1, rows_before(cfg, 1) // world_size())
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
 def check_rows(cfg, step, rows):
-    """For edits: raise UserError if rows_before() and B do not fit each other in a step."""
+    """For edits: raise UserError if the rows of a step are not a multiple of B * processes."""
     if rows < 1 or rows % (cfg.B * world_size()):
         raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
                         f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
                         "--B.")
 
 # ---- Processes, random seeds and the machine. torchrun starts one process per GPU and numbers
-# them. "auto" chooses what is fast here, and a GPU that cannot be used is reported
+# them. "auto" chooses what is fast on this machine. If a GPU cannot be used, a message says why
 def rank():
-    """Return the number of this process, from 0. Rank 0 alone prints and writes files."""
+    """Return the number of this process, from 0. Only rank 0 prints and writes files."""
     return int(os.environ.get("RANK", 0))
 
 def world_size():
     """Return the number of processes that torchrun starts, which is known before they join.
 
-    Slurm may set WORLD_SIZE without RANK. Then there is one process.
+    Slurm may set WORLD_SIZE without RANK. In that case there is one process.
     """
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 def sum_over_ranks(tensor):
-    """Replace a tensor by its sum over all processes, and return it."""
+    """Replace a tensor with its sum over all processes, and return it."""
     if world_size() > 1:
         dist.all_reduce(tensor)
     return tensor
 
 def print0(text):
-    """Print a text from rank 0, in one piece, because the saving thread also prints."""
+    """Print a text on rank 0. Write it in one piece, because the saving thread also prints."""
     if rank() == 0:
         with contextlib.suppress(OSError, RuntimeError):  # full disk; signal during a print
             print(f"{text}\n", end="", flush=True)
@@ -1143,8 +1197,8 @@ def seed_from(*key):
 def join_processes(device):
     """Form the group of all processes that torchrun started."""
     # DDP imports torch.distributed.nn, which keeps a reference to the process group that exists at
-    # that moment. With such a reference, Python may abort at its exit. So import it before there is
-    # a group
+    # that moment. With such a reference, Python may abort on exit, so import the module before
+    # there is a group
     import torch.distributed.nn  # noqa: F401
     # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
     # for each restart keeps them from finding the addresses of dead processes
@@ -1153,29 +1207,30 @@ def join_processes(device):
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(backend="nccl" if gpu else "gloo", store=store, rank=rank(),
                             world_size=world_size(), device_id=gpu,
-                            timeout=datetime.timedelta(hours=1))  # rank 0 checks and exports alone
+                            timeout=datetime.timedelta(hours=1))  # others wait while rank 0 exports
 
 def catch_signals(event):
-    """From now on, Ctrl-C and SIGTERM set the event. A second Ctrl-C ends the process at once."""
+    """Make Ctrl-C and SIGTERM set the event. A second Ctrl-C ends the process at once."""
     alone = "RANK" not in os.environ  # torchrun passes Ctrl-C on, so each process gets it twice
 
     def receive(number, frame):
         if event.is_set() and number == signal.SIGINT and alone:
-            print0("Ended at once. The same command continues from the last checkpoint.")
+            print0("Ended at once. To resume from the last checkpoint, repeat the command.")
             os._exit(130)
         event.set()
         again = " Press Ctrl-C again to end at once." if alone else ""
-        print0(f"Stopping after this step and a save.{again}")
+        print0(f"Stopping after this step is finished and saved.{again}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, receive)
 
 # The end of two messages. torch 2.14 is the last version with wheels for CUDA 12.6
-OTHER_TORCH = ("a torch that supports old GPUs and drivers: pip install 'torch<2.15' --index-url "
-               "https://download.pytorch.org/whl/cu126")
+OTHER_TORCH = ("a torch build that supports old GPUs and drivers: pip install 'torch<2.15' "
+               "--index-url https://download.pytorch.org/whl/cu126")
 
 def pick_device(name):
-    """Return the torch.device for a name, ready to use. Raises UserError if it cannot be used."""
-    # The version ends in the CUDA version (such as +cu130), which is often newer than the driver's
+    """Return the torch.device for a name, ready to use. Raise UserError if it cannot be used."""
+    # The version ends in the CUDA version (such as +cu130), which is often newer than the driver
+    # supports
     no_gpu = f"torch {torch.__version__} sees no GPU. Install a newer driver, or {OTHER_TORCH}"
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo cannot use MPS tensors
@@ -1198,7 +1253,7 @@ def pick_device(name):
     return device
 
 def check_gpu(device):
-    """Raise UserError if there is no such GPU, or if torch cannot use it."""
+    """Raise UserError if the GPU does not exist, or if torch cannot use it."""
     if device.index >= torch.cuda.device_count():
         raise UserError(f"There is no {device}: torch sees {torch.cuda.device_count()} GPU(s), and "
                         "each process needs its own. Lower --nproc_per_node.")
@@ -1209,11 +1264,11 @@ def check_gpu(device):
                         f"({first_line(e)}). If it is an old GPU, install {OTHER_TORCH}") from None
 
 def keep_freed_memory():
-    """Make glibc keep freed memory for the next step. Elsewhere (macOS, Windows, musl) do nothing.
+    """Make glibc keep freed memory for the next step. Without glibc (macOS, Windows), do nothing.
 
-    Otherwise each array above 32 MB gets new memory, which the kernel has to clear. A CPU step of
-    the 124M model with 8 x 256 tokens in bfloat16 takes 2.0 s with this and 3.1 to 4.4 s without.
-    Peak memory is 4.2 GB with it and 3.9 GB without.
+    By default each array above 32 MB gets new memory, which the kernel has to clear. A CPU step of
+    the 124M model with 8 x 256 tokens in bfloat16 takes 2.0 s with this setting and 3.1 to 4.4 s
+    without it. Peak memory is 4.2 GB with it and 3.9 GB without it.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -1221,7 +1276,7 @@ def keep_freed_memory():
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is never returned to the system
 
 def pick_dtype(choice, device):
-    """Return the type of matrix products: the choice, or for "auto" the fastest that is safe."""
+    """Return the dtype for matrix multiplications. "auto" selects the fastest one that is safe."""
     if choice != "auto":
         return getattr(torch, choice)
     if device.type == "cuda":  # is_bf16_supported() is also true on V100 and T4, which emulate it
@@ -1239,21 +1294,24 @@ def pick_compile(choice, device):
             and torch.cuda.get_device_capability(device) >= (7, 0))
 
 def set_attention(cfg, device, dtype):
-    """Switch off kernels of scaled_dot_product_attention that are slow or wrong here."""
-    # On a CPU in bfloat16, the backward pass of flash attention is slow for short rows: a step of
-    # the quick start spends 11.8 ms in it at T=64, and 5.6 ms with the other kernel
+    """Disable kernels of scaled_dot_product_attention that are slow or wrong in this run."""
+    # On a CPU in bfloat16, the backward pass of flash attention is slow for short rows: it takes
+    # 11.8 ms of a quick-start step (T=64), while the other kernel takes 5.6 ms
     short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
-    torch.backends.cuda.enable_flash_sdp(not short)  # in spite of its name, also for CPUs
+    torch.backends.cuda.enable_flash_sdp(not short)  # despite its name, it also applies to CPUs
     # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
-# ---- Opening data: damaged shards, or shards of another encoding, would train a bad model
+# ---- Opening data. Training on damaged shards, or with the wrong encoding, would ruin the model
 def find_shards(folder):
-    """Return the shards to train on and those to validate on, two sorted lists of paths."""
+    """Return the training shards and the validation shards, as two sorted lists of paths."""
     return sorted(Path(folder).glob("*_train_*.npy")), sorted(Path(folder).glob("*_val_*.npy"))
 
 def open_shard(shard):
-    """Return a .npy file memory-mapped, (N,) uint16 or uint32. Return an array as it is."""
+    """Memory-map a .npy file as an array (N,) of uint16 or uint32. Return an array unchanged.
+
+    Raise UserError if the file is damaged.
+    """
     if not isinstance(shard, Path):
         return shard
     try:
@@ -1263,7 +1321,10 @@ def open_shard(shard):
                         "again.") from None
 
 def open_data(cfg, encoding):
-    """Return the loaders for training and validation. Raises UserError."""
+    """Return the loaders for training and validation.
+
+    Raise UserError if the data cannot be read, are too short or need a different encoding.
+    """
     if is_text(cfg.data):  # the last tenth is for validation
         tokens = read_text(cfg.data, encoding)
         cut = int(len(tokens) * 0.9)
@@ -1279,15 +1340,18 @@ def open_data(cfg, encoding):
     return train_loader, val_loader
 
 def read_text(path, encoding):
-    """Return the tokens (N,) of a text file. Raises UserError if it is not UTF-8."""
+    """Return the tokens (N,) of a text file. Raise UserError if it is not UTF-8."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
     except UnicodeDecodeError as e:
-        raise UserError(f"{path} is not UTF-8 ({e}): convert it.") from None
+        raise UserError(f"{path} is not UTF-8 ({e}): convert it to UTF-8.") from None
     return encoding.encode_to_numpy(text, disallowed_special=()).astype(token_dtype(encoding))
 
 def check_encoding_of_shards(cfg):
-    """Raise UserError if a manifest names another encoding. Shards without one are not checked."""
+    """Raise UserError if the shards' manifest names a different encoding.
+
+    Without a manifest, nothing is checked.
+    """
     manifest = Path(cfg.data, "manifest.json")
     if not manifest.exists():  # the shards were made by another script
         return
@@ -1310,8 +1374,8 @@ def fingerprint_of(loader):
     return f"{sum(loader.lengths):,} tokens in {len(parts)} file(s) #{crc:08x}"
 
 def tokens_per_byte(loader, encoding, val_tokens):
-    """Return tokens per byte of the text that validation reads. <|endoftext|> has no bytes."""
-    counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # of each id
+    """Return the number of tokens per byte of validation text. <|endoftext|> counts as 0 bytes."""
+    counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # how often each id occurs
     for shard in loader.shards:
         wanted = val_tokens - counts.sum()
         targets = open_shard(shard)[1:1 + wanted]  # the first token of a shard is never a target
@@ -1320,75 +1384,77 @@ def tokens_per_byte(loader, encoding, val_tokens):
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
 
-# ---- The run's folder: it survives kills and full disks, and no run overwrites another
+# ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another
 
-# A run may continue with other values of these constants. (Other epochs usually lead to other
-# max_steps, which are compared.)
+# These constants may differ when a run is resumed. (`epochs` is among them because the resulting
+# max_steps is compared instead)
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
     "keep_every", "device", "dtype", "compile", "epochs"}
 
-# Entries of a checkpoint that say which run it is from. All others are State's
+# The entries of a checkpoint that identify its run. All other entries belong to State
 ABOUT_RUN = {"encoding", "constants", "data", "code"}
 
 def lock_run_folder(log_dir):
     """Reserve log_dir for this run. Return a lock that is held as long as it is referenced.
 
-    Only rank 0 writes there, so it alone takes the lock; the others get None. Raises UserError.
+    Only rank 0 writes to log_dir, so only rank 0 takes the lock; the other processes get None.
+    Raise UserError if another run uses log_dir.
     """
     if rank() != 0:
         return None
     lock = lock_folder(Path(log_dir))
-    remove_unfinished(Path(log_dir))  # of saves that were killed
+    remove_unfinished(Path(log_dir))  # left behind by a run that was killed
     return lock
 
 def check_same_training(saved, cfg, fingerprint):
-    """Raise UserError unless cfg and the data continue the training that a checkpoint is from."""
-    # Constants that did not exist when the run began had their defaults. Data are compared by
-    # content, not by path
+    """Raise UserError unless cfg and the data match the training run of a checkpoint."""
+    # A constant that was added after the run began is taken to have had its default. Data are
+    # compared by content, not by path
     before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
     now = asdict(cfg) | {"data": fingerprint}
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
-    if not cfg.minutes:  # a run that began with --minutes may continue with --max_steps
+    if not cfg.minutes:  # a run that began with --minutes may be resumed with --max_steps
         changed.discard("minutes")
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    # A finished run has the result of the code that it was trained with. Evaluating it with other
-    # code would replace this result
+    # The result of a finished run belongs to the code that trained it. Evaluating the run with
+    # edited code would replace this result
     if is_of_other_code(saved.get("code")) and saved["step"] >= cfg.max_steps:
-        values.append("train_gpt2.py was edited since it finished")
+        values.append("train_gpt2.py was edited after it finished")
     if values:
-        raise UserError(f"The run in {cfg.log_dir}/ is another one: {'; '.join(values)}. Change "
-                        "this back, or choose another --log_dir.")
+        raise UserError(f"The run in {cfg.log_dir}/ is a different one: {'; '.join(values)}. Undo "
+                        "this change, or choose a different --log_dir.")
 
 def is_of_other_code(checksum):
-    """Return whether the checksum of code in a checkpoint is not that of the code here."""
+    """Return whether a checkpoint's code checksum is known and differs from the current one."""
     return checksum not in (None, code_checksum())
 
 class RunFolder:
-    """Writes log_dir, from rank 0 only. Checkpoints and plots are written by a background thread.
+    """Writes log_dir, on rank 0 only. A background thread writes checkpoints and plots.
 
-    fingerprint: of the training data. lock: from lock_run_folder(), held until this object goes.
+    fingerprint: identifies the training data. lock: from lock_run_folder(); it is held for the
+    lifetime of this object.
     """
     def __init__(self, cfg, fingerprint, lock=None):
         self.cfg, self.path = cfg, Path(cfg.log_dir)
         self.fingerprint, self.lock = fingerprint, lock
-        self.starts = []          # for run.json: time, step, command, versions of each start
+        self.starts = []          # time, step, command and versions of each start, for run.json
         self.log = None           # log.txt, once begin() has opened it
         self.thread = ThreadPoolExecutor(max_workers=1)
-        self.last_save = None     # its Future
-        self.last_plot = None
+        self.last_save = None     # Future of the latest save, kept after it has finished
+        self.last_plot = None     # Future of the latest plot
         self.safe_step = -1       # the step that need not be saved: it is on disk, or it is step 0
-        self.failure = ""         # why the last save that failed did so
-        self.host_buffers = {}    # memory of the last save, which the next one uses again
+        self.failure = ""         # reason for the most recent failed save
+        self.host_buffers = {}    # host memory of the latest save, reused by the next one
 
     def begin(self, step, continues, warnings=()):
-        """Record this start in run.json, and open log.txt to append from `step` on.
+        """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        If log.txt or the export (hf) is there, but is not this run's, it is renamed. So is an
-        export that becomes outdated because the run continues.
+        First rename a log.txt or an export (hf) that belongs to a different run, and an export
+        that further training will make outdated. continues: whether the run is resumed.
         """
         if rank() != 0:
             return
@@ -1407,7 +1473,7 @@ class RunFolder:
         self.write_run()
         self.log = open_log(self.path / "log.txt", step)
         if continues or self.cfg.init_from == "scratch":
-            self.safe_step = step  # it was just loaded, or it is step 0, drawn from the seed
+            self.safe_step = step  # loaded from a checkpoint, or step 0, drawn from the seed
 
     def close(self):
         """Wait for a save in progress, and close log.txt."""
@@ -1423,14 +1489,17 @@ class RunFolder:
             write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
     def save(self, state):
-        """Start to save a step, unless it is saved. Training waits only until it is copied."""
+        """Start saving `state`, unless its step has already been saved.
+
+        Training waits only for the previous save and for the copy to host memory.
+        """
         if rank() != 0:
             return
-        self.wait_for_save()  # the previous save still reads the buffers
+        self.wait_for_save()  # a save in progress still reads the buffers
         if self.safe_step == state.step:
             return
         with contextlib.suppress(OSError):
-            os.fsync(self.log.fileno())  # the log of a step is on disk before its checkpoint
+            os.fsync(self.log.fileno())  # a step's log must be on disk before its checkpoint
         content = state.state_dict()
         check_can_be_saved(content)
         content |= {"encoding": self.cfg.encoding, "constants": asdict(self.cfg),
@@ -1439,12 +1508,12 @@ class RunFolder:
         self.last_save = self.thread.submit(self.write_checkpoint, content)
 
     def wait_for_save(self):
-        """Wait until the last save is finished."""
+        """Wait until the latest save has finished."""
         if self.last_save:
             self.last_save.result()
 
     def write_checkpoint(self, content):
-        """Write and verify a checkpoint, rename it, then delete those that need not be kept."""
+        """Write, verify and rename a checkpoint, then delete those that need not be kept."""
         step, start = content["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
@@ -1460,7 +1529,7 @@ class RunFolder:
         self.prune(step)
 
     def prune(self, step):
-        """Of the checkpoints before this one, keep the newest, the best, one every keep_every."""
+        """Delete earlier checkpoints except the newest, the best and one every keep_every steps."""
         found = find_checkpoints(self.path)
         older = [old for old in found if old < step]  # the newest first
         losses = {old: loss for old, loss in read_streams(self.path)["val"] if old in found}
@@ -1471,7 +1540,7 @@ class RunFolder:
                     found[old].unlink()
 
     def plot(self):
-        """Plot in the background, if matplotlib is installed. Drop a plot that still waits."""
+        """Plot in the background if matplotlib is installed. Cancel a plot that is still queued."""
         if rank() == 0 and importlib.util.find_spec("matplotlib"):
             if self.last_plot:
                 self.last_plot.cancel()
@@ -1480,10 +1549,10 @@ class RunFolder:
 def copy_to_host(content, buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
 
-    buffers: those of an earlier copy, whose memory is used again, since new memory takes longer; or
-    {}. The key of a buffer is the address, shape, stride and type of the tensor that it is a copy
-    of. This has two effects. Tied weights have one buffer, so they are copied and saved once. And
-    as weights stay at their address, each copy finds the buffers of the one before.
+    buffers: those of an earlier copy, to be reused because allocating memory takes longer, or {}
+    for the first copy. A buffer's key is the address, shape, stride and dtype of the copied tensor.
+    This has two effects: tied weights share a buffer, so they are copied and saved only once; and
+    because weights stay at their address, each copy finds the buffers of the previous copy.
     """
     new_buffers = {}
 
@@ -1492,7 +1561,7 @@ def copy_to_host(content, buffers):
             return {key: copied(value) for key, value in part.items()}
         if isinstance(part, (list, tuple)):
             return [copied(value) for value in part]
-        if not torch.is_tensor(part):  # weights_only=True cannot read NumPy's numbers
+        if not torch.is_tensor(part):  # weights_only=True cannot load NumPy numbers
             return part.item() if isinstance(part, np.number) else part
         key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
         if key not in new_buffers:
@@ -1503,19 +1572,22 @@ def copy_to_host(content, buffers):
     return copied(content), new_buffers
 
 def check_can_be_saved(content):
-    """For edits: raise UserError if a checkpoint cannot hold a part of what State returned."""
+    """For edits: raise UserError if a checkpoint cannot store an entry of `content`."""
     for name, value in content.items():
         if name in ABOUT_RUN:
-            raise UserError(f"State.{name} has the name of another entry of a checkpoint: rename "
-                            "it.")
+            raise UserError(f"State.{name} has a name that checkpoints use for other data: rename "
+                            "the attribute.")
         if (bad := unsavable_part(value)) is not None:
             raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
-                            "checkpoint cannot hold. Use numbers, strings, tensors, lists or "
+                            "checkpoint cannot store. Use numbers, strings, tensors, lists or "
                             "dicts of these, or an object with state_dict() and "
                             "load_state_dict().")
 
 def unsavable_part(content):
-    """Return the first part of nested content that cannot be read with weights_only=True."""
+    """Return the first part of nested content that cannot be loaded with weights_only=True.
+
+    Return None if there is no such part.
+    """
     if isinstance(content, dict):
         content = list(content.values())
     if isinstance(content, (list, tuple)):
@@ -1525,9 +1597,12 @@ def unsavable_part(content):
     return None if plain else content
 
 def open_log(path, step):
-    """Open log.txt to append, without the lines from `step` on, since these steps come again."""
+    """Open log.txt for appending.
+
+    First remove the lines from `step` on, since those steps will be repeated.
+    """
     file = open(path, "ab", buffering=0)  # each line is visible at once
-    kept = 0  # bytes
+    kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
         number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # None: a user's own note
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
@@ -1536,30 +1611,30 @@ def open_log(path, step):
     file.truncate(kept)
     return file
 
-# ---- Saving and restoring State: whatever an edit puts there continues after a restart, or is
-# reported
+# ---- Saving and restoring State. Anything that an edit adds to State is either restored after a
+# restart or rejected with an error
 def state_to_save(state):
-    """Return what a checkpoint holds of State: all attributes, and the weights for other programs.
+    """Return the content of State for a checkpoint: all attributes and eval_model's weights.
 
-    Other programs read eval_model. Its tensors are raw_model's own, which are saved only once,
-    unless an edit averages weights.
+    Other code loads the weights of eval_model. Unless an edit averages weights, these are the
+    tensors of raw_model, which are saved only once.
     """
     attributes = {name: content_of(value) for name, value in vars(state).items()}
     return attributes | {"eval_model": state.eval_model.state_dict(),
                          "gpt_config": asdict(state.raw_model.config)}
 
 def restore_state(state, saved):
-    """Restore what state_to_save() returned. A missing attribute keeps its initial value."""
+    """Restore what state_to_save() returned. An attribute missing there keeps its initial value."""
     device = next(state.raw_model.parameters()).device
     for name, content in saved.items():
         if name not in ("eval_model", "gpt_config"):
             setattr(state, name, restore(getattr(state, name, None), content, device))
-    # For edits: if eval_model is an average that was added since the checkpoint, it begins at the
-    # weights of the checkpoint
+    # For edits: if the checkpoint is older than the edit that averages eval_model, the average
+    # starts from the checkpoint's weights
     state.eval_model.load_state_dict(saved["eval_model"])
 
 def content_of(value):
-    """Return what a checkpoint holds of an attribute of State."""
+    """Return the form in which a checkpoint stores an attribute of State."""
     if isinstance(value, torch.optim.Optimizer):
         return value.state_dict() | {"class": type(value).__name__}
     if hasattr(value, "state_dict"):
@@ -1569,9 +1644,10 @@ def content_of(value):
     return value
 
 def restore(value, content, device):
-    """Return an attribute of State as the checkpoint has it. Objects are restored in place.
+    """Return an attribute of State restored from a checkpoint. Objects are restored in place.
 
-    value: the attribute as the code made it. content: what content_of() returned for it.
+    value: the attribute as newly created. content: what content_of() returned for it.
+    Raise ValueError if `content` is that of a different kind of object.
     """
     if isinstance(value, torch.optim.Optimizer):
         load_optimizer(value, content)
@@ -1596,19 +1672,20 @@ def moved(content, device):
     return content.to(device) if torch.is_tensor(content) else content
 
 def load_optimizer(optimizer, content):
-    """Load the state of an optimizer. Raises ValueError if it is one of another class.
+    """Load the state of an optimizer. Raise ValueError if it belongs to a different class.
 
-    A number of a group that training has changed since the group was built (a step count, a running
-    estimate) continues. Every other number (betas, momentum, weight decay) is the one in the code.
+    If training has changed a hyperparameter of a group since the group was built (a step count, a
+    running estimate), it is restored. All others (betas, momentum, weight decay) keep their values
+    from the code.
     """
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
-        raise ValueError(f"it has the state of {content['class']}, the code has {class_name}")
+        raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
     numbers_in_code = [group["as_built"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(content)  # now each group has the numbers of the checkpoint
+    optimizer.load_state_dict(content)  # now each group has the values of the checkpoint
     for group, in_code in zip(optimizer.param_groups, numbers_in_code):
-        # The numbers that the code gave the group when this run was last started. None: an older
-        # version did not save them, and every number continues
+        # The values that the code gave the group when the process that wrote the checkpoint was
+        # started. Older checkpoints lack them (None); in that case every value is restored
         at_start = group.get("as_built")
         for name, number in in_code.items():
             training_changed_it = at_start is None or group.get(name) != at_start.get(name)
@@ -1616,9 +1693,12 @@ def load_optimizer(optimizer, content):
                 group[name] = number
         group["as_built"] = in_code
 
-# ---- Setting up: data, checkpoint and model are checked before any file of the run changes
+# ---- Setting up. Data, checkpoint and model are checked before any file of the run is changed
 def set_up(cfg, device, start=Start()):
-    """Return the Run for train(). start: what resolve_config() found. Raises UserError."""
+    """Return the Run for train(). start: what resolve_config() returned.
+
+    Raise UserError if the data, the weights, the checkpoint and the code do not fit together.
+    """
     saved = start.checkpoint
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
@@ -1650,9 +1730,9 @@ def set_up(cfg, device, start=Start()):
     return run
 
 def resolve_max_steps(cfg, train_loader, saved):
-    """Return cfg with the max_steps that `epochs` leads to, or that a run with `minutes` has.
+    """Return cfg with max_steps computed from `epochs`, or read from the checkpoint for `minutes`.
 
-    For a new run with `minutes`, steps_that_fit() measures it later.
+    For a new run with `minutes`, steps_that_fit() determines max_steps later.
     """
     if cfg.minutes and saved:
         return replace(cfg, max_steps=saved["constants"]["max_steps"])
@@ -1660,11 +1740,11 @@ def resolve_max_steps(cfg, train_loader, saved):
         return cfg
     max_steps = 1
     while rows_before(cfg, max_steps) < cfg.epochs * train_loader.rows_per_epoch:
-        max_steps += 1  # not a division, as an edited rows_before() may let the batch grow
+        max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
     return replace(cfg, max_steps=max_steps)
 
 def check_weights_fit(weights, cfg, encoding):
-    """Raise UserError if given weights have another vocabulary or a shorter context than needed."""
+    """Raise UserError if given weights have the wrong vocabulary or too short a context."""
     if weights is None:
         return
     n_vocab, block_size = weights.config["n_vocab"], weights.config["block_size"]
@@ -1674,7 +1754,11 @@ def check_weights_fit(weights, cfg, encoding):
                         "--encoding or --T.")
 
 def build_state(raw_model, cfg, dtype, saved):
-    """Return a new State, or that of a checkpoint, with its weights. Raises UserError."""
+    """Return the State of a new run or, if `saved` is a checkpoint, restore it from there.
+
+    Raise UserError if an edit of the model, the optimizers or State is invalid, or if the
+    checkpoint does not fit the code.
+    """
     muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
     optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
     check_parameters(raw_model, optimizers)
@@ -1686,39 +1770,42 @@ def build_state(raw_model, cfg, dtype, saved):
         try:
             state.load_state_dict({name: content for name, content in saved.items()
                                    if name not in ABOUT_RUN})
-        except (KeyError, RuntimeError, ValueError) as e:  # other names, shapes, groups
+        except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
             raise UserError(f"The run in {cfg.log_dir}/ does not fit train_gpt2.py ({first_line(e)}"
-                            "): put the code back, or choose another --log_dir.") from None
+                            "): undo the edit, or choose a different --log_dir.") from None
     return state
 
 def wrap_in_ddp(raw_model):
-    """Return the model in DDP if there are several processes, and else the model itself."""
+    """Return the model wrapped in DDP if there are several processes, or otherwise unchanged."""
     if world_size() == 1:
         return raw_model
-    # With the default of 25 MB per bucket, a compiled model would be cut into 14 graphs.
-    # Gradients are views of the buckets, so that they are not copied
+    # With the default of 25 MB per bucket, a compiled model would be split into 14 graphs.
+    # Gradients are views of the buckets, so that they need not be copied
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
 def check_parameters(raw_model, optimizers):
-    """For edits: raise UserError for a parameter without proper values or without one optimizer."""
+    """For edits: check that each parameter has valid values and is in exactly one optimizer group.
+
+    Raise UserError otherwise. A frozen parameter need not be in a group.
+    """
     times = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
                     for p in group["params"])
     for name, p in raw_model.named_parameters():
         largest = p.abs().max()
         if not largest.isfinite():
-            raise UserError(f"{name} is not finite before the first step: give it values.")
+            raise UserError(f"{name} is not finite before the first step: initialize it.")
         if largest > PLACEHOLDER / 100:  # also if it was multiplied by a small number
             raise UserError(f"{name} was changed, or copied from another weight, before "
                             "init_weights() drew it. Do this at the end of GPT.__init__, or create "
                             "its layer without draw_later().")
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
-            raise UserError(f"{name} is in {times[id(p)]} groups of optimizers: give it to one in "
+            raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
 def steps_that_fit(run):
-    """Return how many steps fit into cfg.minutes, from the median time of twenty trial steps.
+    """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
-    The trial steps leave no trace: afterwards the state is what it was before.
+    The trial steps leave no trace: the previous state is restored afterwards.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {run.cfg.minutes:g} minutes")
     cfg, seconds = run.cfg, []
@@ -1759,18 +1846,18 @@ def description(run, dtype, compiled, saved):
         lines.append(f"max_steps was {saved['constants']['max_steps']}, is {cfg.max_steps}: the "
                      "learning rate follows a new schedule.")
     if 0 < cfg.max_steps <= state.step:
-        lines.append("This run is finished. It is validated, sampled and exported again.")
+        lines.append("This run is finished. It is only validated, sampled and exported again.")
     return "\n".join(lines)
 
 # ---- Monitoring: log.txt is for programs, stdout for people
 def report(run, step, stream, value, note="", print_always=False):
-    """Append a value to log.txt, from where it is plotted, and print it if a line is due at `step`.
+    """Append a value to log.txt, from which it is plotted, and print it if a line is due at `step`.
 
-    Lines are due every print_every steps. note: text to print behind the value. print_always: print
+    Lines are due every print_every steps. note: text to print after the value. print_always: print
     at any step.
     """
-    # For edits: a train_step() that reports something must not do so in the trial steps of
-    # steps_that_fit(), when there is no folder yet
+    # For edits: an edited train_step() may call report(). In the trial steps of steps_that_fit()
+    # there is no folder yet, so do nothing
     if run.folder is None:
         return
     write_log(run, step, stream, value)
@@ -1784,8 +1871,9 @@ def write_log(run, step, stream, value):
             run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
 
 def all_gather(loss, norm, signal_came):
-    """Return what all processes have: [losses, norms, whether a signal came], three lists."""
-    signal_came = torch.full_like(loss, signal_came)  # made on the GPU: copying it there would wait
+    """Gather from all processes and return three lists: losses, norms, whether a signal came."""
+    # Create the tensor on the GPU, because copying it there would make the CPU wait
+    signal_came = torch.full_like(loss, signal_came)
     mine = torch.stack((loss, norm, signal_came))
     everyones = [mine.clone() for _ in range(world_size())]
     if world_size() > 1:
@@ -1793,45 +1881,50 @@ def all_gather(loss, norm, signal_came):
     return torch.stack(everyones).T.tolist()
 
 def add_time(run, seconds):
-    """Count the time of a step. The first one after a start is left out: it is mostly compiling."""
+    """Record the duration of a step. State.minutes excludes the first step after each start.
+
+    Most of that step's time may be spent on compilation.
+    """
     run.step_seconds.append(seconds)
     if len(run.step_seconds) > 1:
         run.state.minutes += seconds / 60
 
 def check_step(run, losses, norms):
-    """Raise UserError if processes disagree or the model no longer learns; note it in run.json."""
+    """Raise UserError if processes disagree or the model has diverged; record it in run.json."""
     failure = disagreement(run, norms) or divergence(run, statistics.fmean(losses), norms[0])
     if failure:
         run.folder.write_run({"failed": failure})
         raise UserError(failure)
 
 def disagreement(run, norms):
-    """Return a message if the processes' gradients have different norms, and else None."""
-    # 1e-5 allows for rounding, since GPUs of different kinds may add in another order
+    """Return a message if the processes' gradients have different norms, or None otherwise."""
+    # 1e-5 allows for rounding, since different kinds of GPU may add in a different order
     if max(norms) - min(norms) > 1e-5 * max(norms):
         return (f"In step {run.state.step - 1} the gradients of the processes have norms from "
-                f"{min(norms):.7g} to {max(norms):.7g}, so they would train different models. What "
-                "is added to gradients must be the same in all processes, and a parameter that one "
-                "of them does not use (for example an idle expert) needs a gradient of zeros.")
+                f"{min(norms):.7g} to {max(norms):.7g}, so they would train different models. "
+                "Whatever an edit adds to gradients must be the same in all processes, and a "
+                "parameter that one of them does not use (for example an idle expert) needs a "
+                "gradient of zeros.")
 
 def divergence(run, loss, norm):
-    """Return a message if loss or norm show that the model no longer learns, and else None."""
+    """Return a message if the loss or the norm shows that the model has diverged, or else None."""
     scaler = run.state.scaler
-    # In float16 an infinite norm only skips a step, until the loss scale has fallen to 0
+    # In float16 an infinite norm merely causes the step to be skipped. It is an error only once the
+    # loss scale has fallen to 0
     norm_is_fine = math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() > 0)
     if math.isfinite(loss) and abs(loss) < 1e4 and norm_is_fine:
         return None
-    return (f"Step {run.state.step - 1} has loss {loss:g} and gradient norm {norm:g}. Most often "
-            "--max_lr is too high. Other causes are the data (ids beyond the vocabulary, zeros), "
-            "float16, an edit, or cuDNN's attention, which TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids."
-            " To continue from before this step, use "
-            f"--init_from={run.cfg.log_dir}/checkpoint_....pt and another --log_dir.")
+    return (f"Step {run.state.step - 1} has loss {loss:g} and gradient norm {norm:g}: the model "
+            "has diverged. Most often --max_lr is too high. Other causes are the data (ids beyond "
+            "the vocabulary, zeros), float16, an edit, or cuDNN's attention, which "
+            "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To start again from before this step, use "
+            f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
 
 def report_step(run, loss, norm):
     """Report the loss and the gradient norm of the step that was just taken."""
     cfg, step, seconds = run.cfg, run.state.step - 1, run.step_seconds[-1]
     rate = (rows_before(cfg, step + 1) - rows_before(cfg, step)) * cfg.T / seconds
-    # By the median, since a step may have waited for another program
+    # Use the median, since a step may have waited for another program
     left = statistics.median(run.step_seconds) * (cfg.max_steps - step - 1)
     report(run, step, "train", loss,
            note=f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "
@@ -1842,9 +1935,9 @@ def report_step(run, loss, norm):
 def warn_of_slow_steps(run):
     """Print one line, once, if CPU steps now take more than twice as long as the fastest one.
 
-    Threads of OpenMP wait for each other. If one of them shares its core with another program, all
-    of them wait: beside one busy process a quick-start step on two cores takes 187 ms instead of
-    35 ms with two threads, and 55 ms with one (tests/measured/step_cpu.txt).
+    OpenMP threads wait for each other. If one of them shares its core with another program, all of
+    them wait. With two threads on two cores, one other busy process slows a quick-start step from
+    35 ms to 187 ms. With one thread, the step takes 55 ms (tests/measured/step_cpu.txt).
     """
     threads, recent = torch.get_num_threads(), list(run.step_seconds)[-20:]
     if run.told_slow or run.device.type != "cpu" or threads == 1 or len(recent) < 20:
@@ -1853,7 +1946,7 @@ def warn_of_slow_steps(run):
     if slowdown > 2:
         run.told_slow = True
         print0(f"Steps take {slowdown:.1f} times as long as the fastest one, probably because "
-               "other programs use the same cores. Stop them, or press Ctrl-C and continue with "
+               "other programs use the same cores. Stop them, or press Ctrl-C and resume with "
                f"fewer threads: put OMP_NUM_THREADS={threads - 1} before the same command.")
 
 def validate(run):
@@ -1866,16 +1959,16 @@ def validate(run):
     return loss
 
 def warnings_about(run, saved):
-    """Return warnings for people who compare this run with others. run.json keeps them."""
+    """Return warnings for anyone who compares this run with others. They are kept in run.json."""
     warnings = [loss_warning(run)]
     if saved and is_of_other_code(saved.get("code")):
-        warnings.append(f"train_gpt2.py was edited: from step {run.state.step} on, other code "
-                        "continues this run.")
+        warnings.append(f"train_gpt2.py was edited: from step {run.state.step} on, this run uses "
+                        "different code.")
     return [warning for warning in warnings if warning]
 
 @torch.no_grad()
 def loss_warning(run):
-    """For edits: return a warning if the model's loss in evaluation is not the cross-entropy."""
+    """For edits: return a warning if the model's loss in eval mode is not the cross-entropy."""
     x, y = run.val_loader.batch(0, 1, run.device)
     with run.autocast(), torch.compiler.set_stance("force_eager"):  # do not compile for one row
         logits, loss = run.state.eval_model(x, y)
@@ -1886,7 +1979,10 @@ def loss_warning(run):
                 "`if self.training`.")
 
 def plot_curves(folder):
-    """Plot log.txt against tokens as curves.png: losses in one panel, each other stream below."""
+    """Plot the values in log.txt against the number of tokens, and save the figure as curves.png.
+
+    The losses share one panel. Every other name in log.txt, except minutes, has its own panel.
+    """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
     constants = read_run(folder)["constants"]
     cfg = Config(**{name: constants[name] for name in asdict(Config()).keys() & constants.keys()})
@@ -1899,7 +1995,7 @@ def plot_curves(folder):
     for i, (title, names) in enumerate(panels.items()):
         axis = figure.add_subplot(len(panels), 1, i + 1)
         for name in names:
-            n = 1 + len(streams[name]) // 200  # smooth the curve: each point is the mean of n
+            n = 1 + len(streams[name]) // 200  # to smooth, each point is the mean of n values
             points = [(rows_before(cfg, step) * cfg.T / 1e6, value)
                       for step, value in streams[name][:len(streams[name]) // n * n]]
             tokens, values = np.reshape(points, (-1, n, 2)).mean(axis=1).T
@@ -1910,10 +2006,10 @@ def plot_curves(folder):
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
 
-# Without cuDNN's attention, which plans up to half a second for each new length of a sample
+# Exclude cuDNN's attention, which spends up to half a second planning for each new sequence length
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(model, encoding, cfg, seed):
-    """Return sample_prompt and the model's continuation, up to where the model ends the text."""
+    """Return sample_prompt and the model's continuation, which stops at <|endoftext|>."""
     device = next(model.parameters()).device
     prompt = encoding.encode_ordinary(cfg.sample_prompt) or [encoding.eot_token]
     tokens = model.generate(
@@ -1924,7 +2020,7 @@ def sample_text(model, encoding, cfg, seed):
     return encoding.decode_bytes(tokens).decode("utf-8", errors="backslashreplace")
 
 def print_sample(run):
-    """Print a sample of eval_model."""
+    """Print a sample from eval_model."""
     if rank() == 0:
         cfg, state = run.cfg, run.state
         with run.autocast():
@@ -1932,12 +2028,12 @@ def print_sample(run):
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
 def sample_only(cfg, device, weights):
-    """Print `sample` samples of given weights."""
+    """Print cfg.sample samples from the given weights."""
     model = GPT.from_pretrained(weights, **model_constants(cfg)).to(device)
     encoding = get_encoding(cfg.encoding)
     if is_of_other_code(weights.code):
-        print0(f"!!! {weights.source} was written by other code.")
-    print0(f"Samples of {weights.source}:")
+        print0(f"!!! {weights.source} was written by different code.")
+    print0(f"Samples from {weights.source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 
@@ -1956,7 +2052,7 @@ def hellaswag_score(run):
     with run.autocast():
         return hellaswag.evaluate(run.state.eval_model, run.questions).acc_norm
 
-# ---- The end of a run: its last step is saved, its best weights are exported, its result recorded
+# ---- The end of a run: save the last step, export the best weights and record the result
 def finish(run, stopped):
     """Save the last step. Unless a signal stopped the run, export it and record its result."""
     cfg, step = run.cfg, run.state.step
@@ -1968,23 +2064,26 @@ def finish(run, stopped):
     run.folder.wait_for_save()
     if rank() == 0 and run.folder.safe_step != step:
         raise UserError(f"Step {step} is not saved ({run.folder.failure}): free some space, and "
-                        "start the same command again.")
+                        "repeat the command.")
     if stopped:
-        print0(f"Stopped by a signal after {step} steps. The same command continues the run.")
+        print0(f"Stopped by a signal after {step} steps. To resume the run, repeat the command.")
     elif rank() == 0:
         export(run)
         if ended_by_break:
-            print0(f"Ended after {step} of {cfg.max_steps} steps. The same command continues the "
-                   "run.")
+            print0(f"Ended after {step} of {cfg.max_steps} steps. To resume the run, repeat the "
+                   "command.")
         elif cfg.max_steps:
             print0(f"Done. For samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
-                   "To train on, raise --max_steps.")
+                   "To train longer, raise --max_steps.")
         result = result_of(run)
         run.folder.write_run(result)
         print_result(result)
 
 def result_of(run):
-    """Return the result of a run by name: the last value of each stream, and totals."""
+    """Return a run's result as {name: value}.
+
+    It holds the last value of each name in log.txt, and totals such as the number of tokens.
+    """
     cfg, state, streams = run.cfg, run.state, read_streams(run.folder.path)
     result = {stream: points[-1][1] for stream, points in streams.items()}
     if "val" in result:
@@ -2003,7 +2102,7 @@ def result_of(run):
     return result | ({"warnings": list(warnings)} if warnings else {})
 
 def print_result(result):
-    """Print a result, one name and value per line, and its warnings last."""
+    """Print a result, one name and value per line, followed by its warnings."""
     lines = [f"{name:17} {value}" for name, value in result.items() if name != "warnings"]
     print0("\n".join(lines + [f"!!! {warning}" for warning in result.get("warnings", [])]))
 
@@ -2020,19 +2119,22 @@ def export(run):
     except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {first_line(e)}.")
 
-# ---- Hugging Face: a model is exported only if transformers computes the same logits. (Reading is
-# in load_hugging_face() above, where TRANSPOSED is explained)
+# ---- Hugging Face. A model is exported only if transformers computes the same logits from it.
+# (load_hugging_face() above reads such models; TRANSPOSED is explained there)
 def save_hugging_face(model, folder, encoding=None):
-    """Write a folder that transformers loads, with the tokenizer. Raises UserError."""
+    """Write a folder with the model and its tokenizer that transformers can load.
+
+    Raise UserError if transformers would return different logits or token ids.
+    """
     import transformers
     c = model.config
     end = encoding.eot_token if encoding else c.n_vocab - 1
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
         n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
-        n_ctx=c.block_size))  # llama.cpp's converter asks for n_ctx
+        n_ctx=c.block_size))  # llama.cpp's converter requires n_ctx
     hf.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
-    ours, weights = GPT(c), {}  # a copy on the CPU that is not compiled
+    ours, weights = GPT(c), {}  # an uncompiled copy on the CPU
     ours.load_state_dict(model.state_dict())
     for key, weight in ours.state_dict().items():
         if key in ("transformer.wte.weight", "lm_head.weight"):
@@ -2043,7 +2145,7 @@ def save_hugging_face(model, folder, encoding=None):
         check_same_function(ours, hf, end)
         tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
     except (RuntimeError, ValueError) as e:
-        raise UserError("transformers would compute something else "
+        raise UserError("transformers would give different results "
                         f"({first_line(e)})") from None
     transformers.logging.disable_progress_bar()
     hf.save_pretrained(folder, max_shard_size="50GB")  # in one file

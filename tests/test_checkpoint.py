@@ -209,7 +209,7 @@ def test_a_second_ctrl_c_ends_at_once(halfway, reference):
     folder = halfway("impatient")
     run = Forked(folder, arrange={"signal_at": (signal.SIGINT, 16, 16)})
     assert run.wait() == 130 and not run.err and (16, "train") not in read_log(folder)
-    assert run.out.splitlines()[-1].startswith("Ended at once. The same command continues")
+    assert run.out.splitlines()[-1].startswith("Ended at once. To resume from the last")
     run = succeed(Forked(folder, arrange={"signal_at": (signal.SIGTERM, 18, 18)}))
     assert "Stopped by a signal after 19 steps" in run.out
     succeed(Forked(folder))
@@ -470,7 +470,7 @@ def test_the_best_weights_are_kept_and_exported_if_validation_rises(place, is_gp
     best.write_bytes(best.read_bytes()[:-100])
     assert t.best_checkpoint(folder) == newest  # the best one is damaged
     said = capfd.readouterr().out
-    assert f"{best} cannot be read" in said and "Using the newest one instead" in said
+    assert f"{best} cannot be read" in said and "The newest checkpoint is used" in said
 
 def leave_at(arrange, step):
     """Edit the loop in train() so that it ends before this step, as a `break` would end it."""
@@ -486,7 +486,7 @@ def test_a_run_that_ends_by_a_break_is_validated_saved_and_continued(place, refe
     run = succeed(Forked(place / "left", arrange={leave_at: 7, "slow_saves": 0.3}))
     assert (7, "val") in read_log(run.log_dir) and "\n    7/30 val " in run.out
     saved = run.out.index(f"saved {run.log_dir}/checkpoint_00007.pt")
-    assert saved < run.out.index("Not exported") < run.out.index("Ended after 7 of 30 steps. The s")
+    assert saved < run.out.index("Not exported") < run.out.index("Ended after 7 of 30 steps. To re")
     succeed(Forked(run.log_dir))
     assert_same_run(run.log_dir, reference)
 

@@ -319,7 +319,7 @@ def test_workers_ignore_ctrl_c_and_end_after_kill_9(long_corpus, tmp_path, make)
         assert "edufineweb_val_000000.npy: 500,000 tokens, " in printed  # was not buffered
         assert errors == ""
 
-STOPPED = "\nStopped. The same command continues after the last whole shard.\n"
+STOPPED = "\nStopped. Repeat the command to resume after the last finished shard.\n"
 
 @pytest.mark.parametrize("signal_number, kill", [(signal.SIGINT, os.killpg),
                                                  (signal.SIGTERM, os.kill),
@@ -461,7 +461,7 @@ def test_an_unreachable_hub_or_file_is_one_line(fineweb_hub, tmp_path):
     assert done.returncode == 1 and not (tmp_path / "edu_fineweb10B").exists()
     hub.fail = lambda path, span: 404 if span and "d.par" in path else None
     done = run(DATASET, out, env=hub.env)
-    one_line(done.stderr, "deeper.parquet/d.parquet cannot be read from row 1 on", "continues")
+    one_line(done.stderr, "deeper.parquet/d.parquet cannot be read from row 1 on", "to resume")
 
 @pytest.mark.parametrize("change, says", [
     ({"shard_siz": 5}, "unrecognized arguments: --shard_siz"), ({"shard_size": 99}, "=99: .*1025"),
@@ -537,7 +537,7 @@ def test_other_settings_and_changed_files_are_refused(tmp_path, make):
     for i in range(3):
         write_lines(source / f"{i}.jsonl", make_texts(50, seed=i))
     make(source, out, max_shards=2)
-    with refused("shard_size was 50000 and is 5000; encoding was bytes and is gpt2.*another"):
+    with refused("shard_size was 50000 and is 5000; encoding was bytes and is gpt2.*a different"):
         make(source, out, shard_size=5000, encoding="gpt2")
     write_lines(source / "2.jsonl", make_texts(60, seed=5))  # no shard contains it yet
     make(source, out)
@@ -571,7 +571,7 @@ def test_a_manifest_that_cannot_be_opened_or_is_missing_is_one_line(corpus, tmp_
     one_line(done.stderr, f"{tmp_path}/manifest.json cannot be read (IsADirectoryError", "restore")
     (tmp_path / "manifest.json").rmdir()
     (tmp_path / "edufineweb_train_000001.npy").touch()
-    with refused("holds shards, but no manifest.json .*: restore it, or choose another"):
+    with refused("holds shards, but no manifest.json .*: restore it, or choose a different"):
         make(corpus, tmp_path)
 
 def test_the_content_of_a_manifest(corpus, tmp_path, make):

@@ -212,7 +212,7 @@ def test_samples_alone_are_drawn_on_the_gpu(folder):
     log_dir = succeed(Forked(folder / "sampled", max_steps=2)).log_dir
     run = succeed(Forked(log_dir, sample=1, sample_tokens=5, arrange={
         note_devices: folder / "device of samples"}))
-    assert "Samples of" in run.out and (folder / "device of samples").read_text() == "cuda"
+    assert "Samples from" in run.out and (folder / "device of samples").read_text() == "cuda"
 
 @GPU
 def test_a_model_that_is_not_saved_is_exported_from_the_gpu(folder, is_gpt2):

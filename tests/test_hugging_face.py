@@ -184,7 +184,7 @@ def test_samples_are_those_of_the_newest_weights(trained):
         run = forked(trained.folder, **dict(data="nowhere", sample=2, sample_prompt="Oh") | changes)
         assert run.wait() == 0, run.err
         said, _, texts = run.out.partition("\n")
-        assert said == f"Samples of {name}:"
+        assert said == f"Samples from {name}:"
         return texts
     before = {path: path.read_bytes() for path in trained.folder.glob("log/*.*")}
     out = sampled()
@@ -283,5 +283,5 @@ def test_a_bad_name_is_reported_in_one_line(name, trained):
     run = forked(trained.folder, **dict(log_dir="bad") | changes)
     assert run.wait() == 1
     one_line(run.err.splitlines(keepends=True)[-1], *expected)  # after a progress bar
-    told = bool(re.search(r"other.pt decides .* written by other code", run.out))
+    told = bool(re.search(r"other.pt sets .* written by different code", run.out))
     assert told == (name == "another vocabulary")
