@@ -568,7 +568,7 @@ class Check:
             if after:
                 self.runs[after].result()
             if job.get("processes"):  # they may wait for each other
-                job["limit"] = 60 + 10 * self.lab.seconds[after]
+                job["limit"] = 45 + 5 * self.lab.seconds[after]
             return self.lab.run(name, flags, **job)
         self.lab.planned += 1
         self.runs[name] = self.lab.pool.submit(run)
@@ -650,6 +650,8 @@ class Check:
         return self.compare_equal("same", again, ("in the first run", "in the second"), hints)
 
     def check_killed(self):
+        if not self.repeats():
+            return Verdict("killed", "not checked", NO_REPEAT)
         try:
             run = self.runs["continued"].result()
         except Failed as e:
@@ -660,8 +662,6 @@ class Check:
         if run.report["step"] != self.plan.saved:
             return Verdict("killed", "BROKEN", f"it continues at step {run.report['step']}, though "
                            f"step {self.plan.saved} was saved")
-        if not self.repeats():
-            return Verdict("killed", "not checked", NO_REPEAT)
         return self.compare_equal(
             "killed", run, ("not killed", f"killed and continued from step {self.plan.saved}"),
             [self.hint(self.base)])
@@ -670,14 +670,14 @@ class Check:
         plan, base, note = self.plan, self.base, ""
         if plan.half_B == plan.B:
             return Verdict("B", "not checked", f"B is {plan.B}, which cannot be halved")
+        if not self.repeats():
+            return Verdict("B", "not checked", NO_REPEAT)
         half = self.runs["half"].result()
         if plan.dropout:
             base, note = self.runs["no_dropout"].result(), WITHOUT_DROPOUT
         if half.report["draws"]:
             return Verdict("B", "not checked", "forward() draws random numbers in training, which "
                            "depend on B, as those of dropout do")
-        if not self.repeats():
-            return Verdict("B", "not checked", NO_REPEAT)
         difference = first_difference(base.log, half.log, self.rounding)
         if not difference:
             return Verdict("B", "holds", note)
@@ -688,9 +688,9 @@ class Check:
         plan = self.plan
         if plan.no_processes:
             return Verdict("processes", "not checked", plan.no_processes)
-        half, two = self.runs["half"].result(), self.runs["two"].result()
         if not self.repeats():
             return Verdict("processes", "not checked", NO_REPEAT)
+        half, two = self.runs["half"].result(), self.runs["two"].result()
         difference = first_difference(half.log, two.log, self.rounding)
         if not difference:
             notes = [WITHOUT_DROPOUT] if plan.dropout else []
