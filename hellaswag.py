@@ -324,7 +324,7 @@ def score(args):
         standard_error = math.sqrt(accuracy * (1 - accuracy) / result.total)
         print(f"{name:<8} {accuracy:.4f} +- {standard_error:.4f}   ({criterion})")
     print("To compare (acc / acc_norm): GPT-2 (124M) 0.2859 / 0.2955, GPT-2 XL 0.3842 / 0.4893, "
-          "GPT-3 (124M) - / 0.337")
+          "GPT-3 (125M) - / 0.337")
 
 def whole_number(text):
     """Convert the text of an argument to an int >= 1, for argparse."""

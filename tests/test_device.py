@@ -80,7 +80,8 @@ def test_a_gpu_that_torch_does_not_see_is_told(tmp_path, monkeypatch, capsys):
     assert re.match(f"!!! Training on the CPU: {said}", capsys.readouterr().out)
     with pytest.raises(t.UserError, match=f"device=cuda:0: {said}"):
         t.pick_device("cuda")
-    with pytest.raises(t.UserError, match="device=xla is unknown: use auto, cuda, cuda:1, mps or cpu"):
+    says = "device=xla is unknown: use auto, cuda, cuda:1, mps or cpu"
+    with pytest.raises(t.UserError, match=says):
         t.pick_device("xla")
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
