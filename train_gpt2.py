@@ -1937,7 +1937,7 @@ def warn_of_slow_steps(run):
 
     OpenMP threads wait for each other. If one of them shares its core with another program, all of
     them wait. With two threads on two cores, one other busy process slows a quick-start step from
-    35 ms to 187 ms. With one thread, the step takes 55 ms (tests/measured/step_cpu.txt).
+    35 ms to 154 ms. With one thread, the step takes 56 ms (tests/measured/busy.txt).
     """
     threads, recent = torch.get_num_threads(), list(run.step_seconds)[-20:]
     if run.told_slow or run.device.type != "cpu" or threads == 1 or len(recent) < 20:
