@@ -284,12 +284,9 @@ class Laboratory:
 
     def __exit__(self, *error):
         self.closed = True
+        stop_runs(self.folder.glob("*"))
         for process in self.processes:
-            with contextlib.suppress(OSError):
-                process.kill()
-        for path in self.folder.glob("*/pid_*"):  # those that torchrun started, too
-            with contextlib.suppress(OSError):
-                os.kill(int(path.suffix[1:]), KILL)
+            process.kill()  # unless it has ended
         self.pool.shutdown(cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -359,13 +356,25 @@ def wait_for(process, folder, limit):
             failed_at = now
         # torchrun waits half a minute for processes that wait for a failed one
         if now > end or now > failed_at + 5:
-            for path in folder.glob("pid_*"):
-                with contextlib.suppress(OSError):
-                    os.kill(int(path.suffix[1:]), KILL)
+            stop_runs([folder])
             process.kill()
             process.wait()
             return "stuck" if now > end else 1
+    for path in folder.glob("running_*"):  # a process that was killed leaves it
+        path.unlink()
     return process.returncode
+
+def stop_runs(folders):
+    """End the processes of runs, those that torchrun started included, and wait for their end.
+
+    Without job.json they end themselves. (To kill them by number would not be safe: the number of
+    a process that has ended may belong to another program.)
+    """
+    folders, end = list(folders), time.monotonic() + 10
+    for folder in folders:
+        (folder / "job.json").unlink(missing_ok=True)
+    while any(list(folder.glob("running_*")) for folder in folders) and time.monotonic() < end:
+        time.sleep(0.05)
 
 def error_of(folder, code):
     """Return the error of a failed run in a few lines."""
@@ -787,8 +796,9 @@ def be_a_run(folder):
     """Be `python train_gpt2.py` with the flags in folder/job.json, and do what else it says."""
     job = json.loads((folder / "job.json").read_text())
     rank = os.environ.get("RANK", "0")
-    (folder / f"pid_{rank}.{os.getpid()}").touch()
-    threading.Thread(target=end_with, args=(job["parent"], folder), daemon=True).start()
+    running = folder / f"running_{rank}.{os.getpid()}"
+    running.touch()
+    threading.Thread(target=end_with, args=(job["parent"], folder, running), daemon=True).start()
     for number, name in ((1, f"out_{rank}.txt"), (2, f"err_{rank}.txt")):
         os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.dont_write_bytecode = True
@@ -812,15 +822,18 @@ def be_a_run(folder):
     t.train = train
     t.main()
 
-def end_with(parent, folder):
-    """End this process when check.py has ended, however that came."""
-    while os.name != "nt":  # there, signal 0 would end the process that it is sent to
-        try:
-            os.kill(parent, 0)
-            (folder / "job.json").stat()
-        except OSError:
-            os._exit(1)
-        time.sleep(1)
+def end_with(parent, folder, running):
+    """End this process when check.py deletes job.json, or when check.py has ended."""
+    while (folder / "job.json").exists():
+        if os.name != "nt":  # on Windows, signal 0 would end the process that it is sent to
+            try:
+                os.kill(parent, 0)
+            except OSError:
+                break
+        time.sleep(0.2)
+    with contextlib.suppress(OSError):
+        running.unlink()
+    os._exit(1)
 
 def train_and_report(t, real_train, run, job, folder):
     """Train and write report.json, which holds all that check.py wants to know of the run."""

@@ -102,8 +102,8 @@ def test_a_signal_ends_all_processes_and_deletes_the_folder(tmp_path):
     process = subprocess.Popen(
         [sys.executable, script, *flags(tmp_path)], cwd=tmp_path, text=True,
         env=ENV | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    until(lambda: list(tmp_path.glob("check_gpt2_*/*/pid_*")))
-    pids = [int(path.suffix[1:]) for path in tmp_path.glob("check_gpt2_*/*/pid_*")]
+    until(lambda: list(tmp_path.glob("check_gpt2_*/*/running_*")))
+    pids = [int(path.suffix[1:]) for path in tmp_path.glob("check_gpt2_*/*/running_*")]
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=180) == 128 + signal.SIGTERM, process.stdout.read()
     process.stdout.close()
