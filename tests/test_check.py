@@ -52,8 +52,9 @@ def commit(folder):
         subprocess.run(["git", *words], cwd=folder, check=True, env=ENV)
 
 def flags(folder, **changes):
+    """Return the flags of a tiny run. It is on a CPU: check.py knows nothing of simulated GPUs."""
     constants = {name: value for name, value in TINY.items() if name not in check.OWN_FLAGS}
-    constants |= dict(data=folder / "text.txt", val_tokens=256) | changes
+    constants |= dict(data=folder / "text.txt", val_tokens=256, device="cpu") | changes
     return [f"--{name}={value}" for name, value in constants.items()]
 
 def outcomes(text):
