@@ -1,6 +1,6 @@
 """Score causal language models on HellaSwag (Zellers et al. 2019).
 
-    python hellaswag.py                         # GPT-2 (124M), best device
+    python hellaswag.py                         # GPT-2 (124M), fastest device
     python hellaswag.py -m gpt2-xl -d cuda      # any causal LM on the hub
     python hellaswag.py -m log/hf --limit 1000  # a model that you have trained
 
@@ -161,7 +161,7 @@ def prepare(examples, model, encode=gpt2_encode):
     """
     config = getattr(model, "config", None)
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
-    longest_row = block_size + 1  # the last token of a row is predicted and never an input
+    longest_row = block_size + 1  # the last token of a row is only a target, not an input
     rows, labels, lengths, cut = [], [], [], 0
     for example in examples:
         context, endings = tokenize(example, encode)
@@ -181,9 +181,9 @@ def make_batches(rows, batch_tokens):
 
     rows: pairs (context, ending) of token ids.
     batch_tokens: the largest size of a batch, rows times length.
-    Rows of similar length share a batch, because padding in file order would add 25 % to
-    HellaSwag's tokens with CPU_BATCH and 42 % with GPU_BATCH. The longest rows come first, so that
-    a lack of memory causes an error in the first batch.
+    Rows of similar length share a batch, because batches in file order would need 25% more tokens
+    for padding with CPU_BATCH, and 42% more with GPU_BATCH. The longest rows come first, so that a
+    lack of memory causes an error in the first batch.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
     longest_first = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)
@@ -254,7 +254,7 @@ def evaluate(model, examples, progress=False):
     """Return the Score of a model, which is the same on every rank and for any number of ranks.
 
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
-    from ids (B, T) to logits (B, T, V). A compiled model is run without its compiled code. The
+    from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The
     caller chooses the precision with torch.autocast.
     examples: a Prepared, or the dicts from iterate_examples() for a model with GPT-2's encoding.
     progress: show a progress bar.

@@ -77,7 +77,8 @@ class Config:
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
     B: int = 64                     # rows per forward pass; lowered if needed to divide the batch
     T: int = 1024                   # tokens per row (the context length)
-    # The model: 124M is 12/12/768, 350M 24/16/1024, 774M 36/20/1280, 1.5B 48/25/1600
+    # The model: n_layer/n_head/n_embd is 12/12/768 for 124M, 24/16/1024 for 350M, 36/20/1280 for
+    # 774M and 48/25/1600 for 1.5B
     n_layer: int = 12               # number of blocks
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
@@ -92,15 +93,15 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
     epochs: float = 0.0             # passes over the data; if above 0, this sets max_steps
-    minutes: float = 0.0            # minutes of training; if above 0, this sets max_steps instead
+    minutes: float = 0.0            # if above 0, max_steps is set to what fits into this time
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
-    # Monitoring; 0 = never
+    # Monitoring. For the settings that end in _every, 0 means never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations
     val_tokens: int = 10485760      # number of tokens read per validation, always the same ones
     hellaswag_every: int = 250      # steps between HellaSwag scores
-    sample_every: int = 1000        # steps between samples; other GPUs wait during sampling
+    sample_every: int = 1000        # steps between samples; one GPU samples, the others wait
     sample_prompt: str = "Hello, I'm a language model,"  # prompt for the samples
     sample_tokens: int = 64         # number of tokens per sample, not counting the prompt
     temperature: float = 1.0        # higher is more random; 0 always takes the most likely token
@@ -148,8 +149,8 @@ class GPTConfig:
     def residual_std(self):
         """Initial std of the 2 * n_layer projections that add to the residual stream.
 
-        It is smaller than elsewhere, so that the variance of the stream does not grow with the
-        number of layers (Radford et al. 2019, section 2.3).
+        It is smaller than for other weights, so that the variance of the stream does not grow with
+        the number of layers (Radford et al. 2019, section 2.3).
         """
         return 0.02 / math.sqrt(2 * self.n_layer)
 
@@ -450,8 +451,8 @@ def newton_schulz(G):
 
     Each iteration turns a singular value x into a x + b x^3 + c x^5 (Jordan et al. 2024).
     """
-    a, b, c = 3.4445, -4.7750, 2.0315  # steep at 0, to raise small values
-    X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now none exceeds 1
+    a, b, c = 3.4445, -4.7750, 2.0315  # the slope at 0 is steep, so small values grow quickly
+    X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now no singular value exceeds 1
     for _ in range(5):
         A = X @ X.mT                                    # (n, rows, rows)
         P = torch.baddbmm(A, A, A, beta=b, alpha=c)     # b A + c A^2
@@ -474,7 +475,7 @@ class Muon(torch.optim.Optimizer):
         self.dtype = dtype
 
     def smoothed_gradient(self, p, momentum):
-        """Update the running average of the gradient g, and return Nesterov's momentum.
+        """Update the running average of the gradient g, and return the Nesterov momentum.
 
         The new average is m * old average + (1 - m) * g, where m is `momentum`. The result is the
         same formula applied to the new average: m * new average + (1 - m) * g.
@@ -538,14 +539,14 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time in steps, excluding compilation, evaluation and saving
+    minutes: float = 0.0          # spent in steps, without compilation, evaluation and saving
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                # The values that the code gave the group. step_optimizers() scales this lr, and
-                # load_optimizer() needs the values to see which of them training has changed
+                # The values as set by the code. step_optimizers() scales the lr stored here, and
+                # load_optimizer() compares with these values to find what training has changed
                 group["as_built"] = {name: value for name, value in group.items()
                                      if name not in ("params", "param_names", "as_built")}
 
@@ -619,7 +620,7 @@ def read_step(run):
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
 def loss_weights(batches):
-    """Return the weight of each micro-batch's mean loss in the loss of the step.
+    """Return, for each micro-batch, the factor by which its mean loss enters the step's loss.
 
     The loss of a step is the mean over all its targets. In the unedited file each weight is 1 /
     (number of micro-batches of this process), as usual in gradient accumulation. For edits: if some
@@ -653,7 +654,7 @@ def train_step(run):
         with contextlib.nullcontext() if is_last or world_size() == 1 else ddp_model.no_sync():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            loss = loss * weight  # backward() sums gradients over micro-steps; this makes it a mean
+            loss = loss * weight  # backward() sums gradients; the weights turn the sum into a mean
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
@@ -848,7 +849,7 @@ def without_dropout(config):
 def config_for_weights(weights, constants):
     """Return the GPTConfig for weights. Constants stored with them override `constants`.
 
-    Raise UserError if GPTConfig lacks a constant of the weights.
+    Raise UserError if GPTConfig lacks a constant that the weights were made with.
     """
     config = constants | weights.config
     if unknown := config.keys() - asdict(GPTConfig()).keys():
@@ -920,7 +921,7 @@ def check_same_function(ours, hf, end_of_text):
     if not differences.max() < 1e-3:  # also true for NaN
         raise ValueError(f"logits differ by {differences.max():.1%}")
 
-@lru_cache  # main() calls it first, since the file may be edited while the run is in progress
+@lru_cache  # first called when main() starts, because the file may be edited during the run
 def code_checksum():
     """Return a CRC-32 of the code that a run depends on, without comments and constants.
 
@@ -1076,7 +1077,7 @@ def find_start(cfg, device):
     return Start() if cfg.init_from == "scratch" else Start(read_weights(cfg.init_from))
 
 def read_newest_checkpoint(log_dir, device):
-    """Return the content of the newest undamaged checkpoint, or {}. Rank 0 selects it for all."""
+    """Return the content of the newest undamaged checkpoint, or {}. Rank 0 chooses it."""
     path = newest_checkpoint(log_dir) if rank() == 0 else None
     if world_size() > 1:  # processes may see different files on a shared disk
         box = [path]
@@ -1171,7 +1172,7 @@ def rank():
     return int(os.environ.get("RANK", 0))
 
 def world_size():
-    """Return the number of processes that torchrun starts, which is known before they join.
+    """Return the number of processes that torchrun starts. It is known before they form a group.
 
     Slurm may set WORLD_SIZE without RANK. In that case there is one process.
     """
@@ -1186,7 +1187,7 @@ def sum_over_ranks(tensor):
 def print0(text):
     """Print a text on rank 0. Write it in one piece, because the saving thread also prints."""
     if rank() == 0:
-        with contextlib.suppress(OSError, RuntimeError):  # full disk; signal during a print
+        with contextlib.suppress(OSError, RuntimeError):  # the disk may be full
             print(f"{text}\n", end="", flush=True)
 
 def seed_from(*key):
@@ -1229,8 +1230,8 @@ OTHER_TORCH = ("a torch build that supports old GPUs and drivers: pip install 't
 
 def pick_device(name):
     """Return the torch.device for a name, ready to use. Raise UserError if it cannot be used."""
-    # The version ends in the CUDA version (such as +cu130), which is often newer than the driver
-    # supports
+    # torch's version ends in the CUDA version that it was built for (such as +cu130). Often the
+    # driver is too old for it
     no_gpu = f"torch {torch.__version__} sees no GPU. Install a newer driver, or {OTHER_TORCH}"
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo cannot use MPS tensors
@@ -1286,7 +1287,7 @@ def pick_dtype(choice, device):
     return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
 def pick_compile(choice, device):
-    """Return whether to use torch.compile. It needs Triton, and Triton needs capability 7.0."""
+    """Return whether to use torch.compile. It needs Triton, which needs capability 7.0."""
     if choice != "auto":
         return choice
     has_triton = importlib.util.find_spec("triton") is not None  # often missing on Windows
@@ -1410,7 +1411,7 @@ def lock_run_folder(log_dir):
 
 def check_same_training(saved, cfg, fingerprint):
     """Raise UserError unless cfg and the data match the training run of a checkpoint."""
-    # A constant that was added after the run began is taken to have had its default. Data are
+    # A constant that was added after the run began is assumed to have had its default. Data are
     # compared by content, not by path
     before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
     now = asdict(cfg) | {"data": fingerprint}
@@ -1453,8 +1454,9 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        First rename a log.txt or an export (hf) that belongs to a different run, and an export
-        that further training will make outdated. continues: whether the run is resumed.
+        First rename files that no longer apply: log.txt and the export (hf) if they belong to a
+        different run, and the export if more training follows.
+        continues: whether the run is resumed.
         """
         if rank() != 0:
             return
@@ -1473,7 +1475,7 @@ class RunFolder:
         self.write_run()
         self.log = open_log(self.path / "log.txt", step)
         if continues or self.cfg.init_from == "scratch":
-            self.safe_step = step  # loaded from a checkpoint, or step 0, drawn from the seed
+            self.safe_step = step  # it was loaded, or it is step 0, which the seed reproduces
 
     def close(self):
         """Wait for a save in progress, and close log.txt."""
@@ -1549,8 +1551,8 @@ class RunFolder:
 def copy_to_host(content, buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
 
-    buffers: those of an earlier copy, to be reused because allocating memory takes longer, or {}
-    for the first copy. A buffer's key is the address, shape, stride and dtype of the copied tensor.
+    buffers: the buffers of an earlier copy, or {}. Reusing them is faster than allocating memory.
+    A buffer's key is the address, shape, stride and dtype of the copied tensor.
     This has two effects: tied weights share a buffer, so they are copied and saved only once; and
     because weights stay at their address, each copy finds the buffers of the previous copy.
     """
@@ -1604,7 +1606,7 @@ def open_log(path, step):
     file = open(path, "ab", buffering=0)  # each line is visible at once
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # None: a user's own note
+        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # no match: a note of the user
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
         kept += len(line)
@@ -1616,8 +1618,8 @@ def open_log(path, step):
 def state_to_save(state):
     """Return the content of State for a checkpoint: all attributes and eval_model's weights.
 
-    Other code loads the weights of eval_model. Unless an edit averages weights, these are the
-    tensors of raw_model, which are saved only once.
+    Sampling, export and init_from load the weights of eval_model. Unless an edit averages weights,
+    these are the tensors of raw_model, which are saved only once.
     """
     attributes = {name: content_of(value) for name, value in vars(state).items()}
     return attributes | {"eval_model": state.eval_model.state_dict(),
@@ -1674,8 +1676,8 @@ def moved(content, device):
 def load_optimizer(optimizer, content):
     """Load the state of an optimizer. Raise ValueError if it belongs to a different class.
 
-    If training has changed a hyperparameter of a group since the group was built (a step count, a
-    running estimate), it is restored. All others (betas, momentum, weight decay) keep their values
+    A hyperparameter of a group that training has changed (such as a step count or a running
+    estimate) is restored. All others (such as betas, momentum and weight decay) keep their values
     from the code.
     """
     class_name = type(optimizer).__name__
@@ -1730,7 +1732,7 @@ def set_up(cfg, device, start=Start()):
     return run
 
 def resolve_max_steps(cfg, train_loader, saved):
-    """Return cfg with max_steps computed from `epochs`, or read from the checkpoint for `minutes`.
+    """Return cfg with max_steps computed from `epochs`, or for `minutes` read from the checkpoint.
 
     For a new run with `minutes`, steps_that_fit() determines max_steps later.
     """
@@ -1754,7 +1756,7 @@ def check_weights_fit(weights, cfg, encoding):
                         "--encoding or --T.")
 
 def build_state(raw_model, cfg, dtype, saved):
-    """Return the State of a new run or, if `saved` is a checkpoint, restore it from there.
+    """Return the State: a new one, or the one in the checkpoint `saved`.
 
     Raise UserError if an edit of the model, the optimizers or State is invalid, or if the
     checkpoint does not fit the code.
@@ -1794,7 +1796,7 @@ def check_parameters(raw_model, optimizers):
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest > PLACEHOLDER / 100:  # also if it was multiplied by a small number
+        if largest > PLACEHOLDER / 100:  # true even if it was multiplied by a small number
             raise UserError(f"{name} was changed, or copied from another weight, before "
                             "init_weights() drew it. Do this at the end of GPT.__init__, or create "
                             "its layer without draw_later().")
@@ -1851,7 +1853,7 @@ def description(run, dtype, compiled, saved):
 
 # ---- Monitoring: log.txt is for programs, stdout for people
 def report(run, step, stream, value, note="", print_always=False):
-    """Append a value to log.txt, from which it is plotted, and print it if a line is due at `step`.
+    """Append a value to log.txt, which plot_curves() reads, and print it if a line is due.
 
     Lines are due every print_every steps. note: text to print after the value. print_always: print
     at any step.
@@ -1871,7 +1873,7 @@ def write_log(run, step, stream, value):
             run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
 
 def all_gather(loss, norm, signal_came):
-    """Gather from all processes and return three lists: losses, norms, whether a signal came."""
+    """Gather from all processes and return three lists: losses, norms and whether a signal came."""
     # Create the tensor on the GPU, because copying it there would make the CPU wait
     signal_came = torch.full_like(loss, signal_came)
     mine = torch.stack((loss, norm, signal_came))
@@ -1881,16 +1883,15 @@ def all_gather(loss, norm, signal_came):
     return torch.stack(everyones).T.tolist()
 
 def add_time(run, seconds):
-    """Record the duration of a step. State.minutes excludes the first step after each start.
-
-    Most of that step's time may be spent on compilation.
+    """Record the duration of a step. State.minutes excludes the first step after each start,
+    because that step may consist mostly of compilation.
     """
     run.step_seconds.append(seconds)
     if len(run.step_seconds) > 1:
         run.state.minutes += seconds / 60
 
 def check_step(run, losses, norms):
-    """Raise UserError if processes disagree or the model has diverged; record it in run.json."""
+    """Raise UserError if processes disagree or the model has diverged. run.json gets the reason."""
     failure = disagreement(run, norms) or divergence(run, statistics.fmean(losses), norms[0])
     if failure:
         run.folder.write_run({"failed": failure})
@@ -2111,7 +2112,7 @@ def export(run):
     path = run.folder.path
     try:
         model, best = run.state.eval_model, best_checkpoint(path)
-        if best:  # None: a new model with max_steps=0, for which there is no checkpoint
+        if best:  # None for a new model with max_steps=0, which has no checkpoint
             model = GPT.from_pretrained(best, **model_constants(run.cfg))
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {best or 'the model'} to {path / 'hf'}/, for transformers and "
@@ -2119,7 +2120,7 @@ def export(run):
     except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {first_line(e)}.")
 
-# ---- Hugging Face. A model is exported only if transformers computes the same logits from it.
+# ---- Hugging Face. A model is exported only if transformers computes the same logits with it.
 # (load_hugging_face() above reads such models; TRANSPOSED is explained there)
 def save_hugging_face(model, folder, encoding=None):
     """Write a folder with the model and its tokenizer that transformers can load.
