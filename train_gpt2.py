@@ -158,22 +158,31 @@ def padded(n_vocab):
     """Return n_vocab rounded up to a multiple of 128, since GPUs multiply such sizes faster."""
     return math.ceil(n_vocab / 128) * 128
 
-PLACEHOLDER = 2.0**17  # marks a weight that has not been drawn yet; no real weight is this large
+# ---- Initial weights. Each one is a function of the seed and of its name, so adding a layer does
+# not change the initial weights of the other layers. The name of a weight is known only after the
+# whole GPT has been built. Until then the weight holds a placeholder
+PLACEHOLDER = 2.0**17  # no real weight is this large
 
 def draw_later(layer, std=0.02):
-    """Set a layer's bias to 0 and mark its weight, to be drawn from Normal(0, std) later.
-
-    GPT.init_weights() draws the weight. The draw depends on the parameter's full name, which is
-    known only after the whole GPT has been built. Until then each entry of the weight is
-    PLACEHOLDER. A module may still set its weights after this call: only entries that are
-    PLACEHOLDER are drawn. Scale or copy a drawn weight only at the end of GPT.__init__. If this
-    happens too early, check_parameters() raises an error.
-    """
+    """Let init_weights() draw a layer's weight from Normal(0, std). Set its bias to 0."""
     nn.init.constant_(layer.weight, PLACEHOLDER)
-    layer.weight.init_std = std  # init_weights() draws the parameters that have this attribute
+    layer.weight.init_std = std
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
+
+@torch.no_grad()
+def init_weights(model):
+    """Draw the weights of all layers that were given to draw_later().
+
+    Entries that a module has set to other values after calling draw_later() are kept. A weight that
+    was scaled or copied before this function drew it is reported by check_parameters().
+    """
+    for name, p in model.named_parameters():  # lists lm_head.weight as transformer.wte.weight
+        if hasattr(p, "init_std"):
+            generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
+            drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
+            p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 Norm = nn.LayerNorm  # the class of all norms in the model: edit this line to try a different one
 
@@ -238,24 +247,10 @@ class GPT(nn.Module):
         # statement.) Similar tokens should have similar vectors in both matrices, and sharing one
         # matrix removes 39 M parameters (Press and Wolf 2017)
         self.lm_head.weight = self.transformer.wte.weight
-        self.init_weights()
+        init_weights(self)
+        with torch.no_grad():  # the padding rows get no gradient, so they remain 0
+            self.transformer.wte.weight[config.n_vocab:] = 0
         self.eval()  # only train_step() switches to training mode
-
-    @torch.no_grad()
-    def init_weights(self):
-        """Draw the weights that draw_later() marked.
-
-        Each draw is a function of torch's seed and the parameter's name. Adding a layer therefore
-        does not change the initial weights of the others.
-        """
-        for name, p in self.named_parameters():  # lists lm_head.weight as transformer.wte.weight
-            if hasattr(p, "init_std"):
-                generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
-                draw = torch.empty(p.shape, device="cpu").normal_(std=p.init_std,
-                                                                  generator=generator)
-                p.copy_(torch.where(p == PLACEHOLDER, draw.to(p.device), p))
-        # The padding rows get no gradient, so they stay at 0
-        self.transformer.wte.weight[self.config.n_vocab:] = 0
 
     def forward(self, idx, targets=None, return_logits=True):
         """Return the logits (B, T, n_vocab) of token ids idx (B, T), and the loss.
@@ -308,18 +303,18 @@ class GPT(nn.Module):
         return idx
 
     @classmethod
-    def from_pretrained(cls, source, **constants):
-        """Return the GPT in `source`.
+    def from_pretrained(cls, source, **defaults):
+        """Return a GPT with the weights in `source`.
 
         source: gpt2 ... gpt2-xl, a Hugging Face folder, a run's folder, a .pt file, or what
         read_weights() returns for one of these.
 
-        constants: constants of GPTConfig that the weights do not determine, for example dropout.
-        Parameters missing from the weights keep the initial values that the code gives them. Raise
-        UserError if the weights cannot be read or do not fit the model.
+        defaults: values for constants of GPTConfig that are not stored with the weights, such as
+        dropout. Parameters missing from the weights keep their initial values. Raise UserError if
+        the weights cannot be read or do not fit the model.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
-        model = cls(config_for_weights(weights, constants))
+        model = cls(config_for_weights(weights, defaults))
         load_tensors(model, weights)
         return model
 
@@ -435,8 +430,8 @@ def rows_before(cfg, step):
 def get_lr(step, cfg):
     """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr.
 
-    It applies to optimizer groups that were built with lr=cfg.max_lr. A group that was built with
-    a different lr keeps its ratio to max_lr in every step (see step_optimizers).
+    An optimizer group that was built with a different lr follows the same curve, scaled to that lr
+    (see step_optimizers).
     """
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
@@ -543,12 +538,7 @@ class State:
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                # The values as set by the code. step_optimizers() scales the lr stored here, and
-                # load_optimizer() compares with these values to find what training has changed
-                group["as_built"] = {name: value for name, value in group.items()
-                                     if name not in ("params", "param_names", "as_built")}
+        record_numbers(self.optimizers)  # initial_lr, and what a restart needs
 
     @property
     def eval_model(self):
@@ -619,18 +609,17 @@ def read_step(run):
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
-def loss_weights(batches):
-    """Return, for each micro-batch, the factor by which its mean loss enters the step's loss.
+def mask_corrections(batches):
+    """For edits: return a factor per micro-batch that keeps the mean exact if targets are masked.
 
-    The loss of a step is the mean over all its targets. In the unedited file each weight is 1 /
-    (number of micro-batches of this process), as usual in gradient accumulation. For edits: if some
-    targets are -100, the weight is the micro-batch's share of all counted targets of the step,
-    times the number of processes.
+    The loss of a step is the mean over all its targets. The mean of the micro-batches' losses is
+    the same number only if all micro-batches have equally many targets that are not -100.
+    Otherwise, multiply each loss by (number of its targets) / (mean number per micro-batch, over
+    all processes). In the unedited file, each factor is 1.
     """
-    n_targets = [(y >= 0).sum() for _, _, y in batches]
-    n_in_step = sum_over_ranks(torch.stack(n_targets).sum())  # in all processes
-    # DDP will divide the sum over the processes by their number, so multiply by it here
-    return [n * world_size() / n_in_step for n in n_targets]
+    n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
+    mean = sum_over_ranks(n_targets.sum()) / (len(batches) * world_size())
+    return n_targets / mean
 
 def train_step(run):
     """Take one optimizer step. Return the loss and the gradient norm before clipping.
@@ -643,7 +632,7 @@ def train_step(run):
     batches = read_step(run)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    for (row, x, y), weight in zip(batches, loss_weights(batches)):
+    for (row, x, y), correction in zip(batches, mask_corrections(batches)):
         # The dropout masks are determined by the seed and the number of the first row, so that a
         # restart repeats them. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
@@ -654,7 +643,8 @@ def train_step(run):
         with contextlib.nullcontext() if is_last or world_size() == 1 else ddp_model.no_sync():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            loss = loss * weight  # backward() sums gradients; the weights turn the sum into a mean
+            # backward() adds gradients up. Divide by the number of micro-steps to get their mean
+            loss = loss / len(batches) * correction
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
@@ -673,7 +663,7 @@ def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients."""
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["as_built"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            group["lr"] = group["initial_lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed. GradScaler.step() alone would skip
         # only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -846,12 +836,12 @@ def without_dropout(config):
     constants = config if isinstance(config, dict) else asdict(config)
     return {name: value for name, value in constants.items() if name != "dropout"}
 
-def config_for_weights(weights, constants):
-    """Return the GPTConfig for weights. Constants stored with them override `constants`.
+def config_for_weights(weights, defaults):
+    """Return the GPTConfig for weights: the constants stored with them, and otherwise `defaults`.
 
     Raise UserError if GPTConfig lacks a constant that the weights were made with.
     """
-    config = constants | weights.config
+    config = defaults | weights.config
     if unknown := config.keys() - asdict(GPTConfig()).keys():
         raise UserError(f"{weights.source} was made with the constant {min(unknown)}, which "
                         "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the code "
@@ -1037,7 +1027,8 @@ def resolve_config(flags, device=torch.device("cpu")):
         scratch = flags.get("init_from", Config.init_from) == "scratch"
         preset_name = "SMALL" if scratch else "FINETUNE"
     preset = {"data": data} | PRESETS[preset_name]
-    start = find_start(make_config(Config, preset | flags), device)
+    first_cfg = make_config(Config, preset | flags)  # without what the weights decide
+    start = find_start(first_cfg, device)
     if preset_name == "FINETUNE":
         preset = finetune_preset(start.weights) | preset
     if "max_steps" in flags:  # an explicit max_steps overrides the preset's epochs and minutes
@@ -1054,27 +1045,33 @@ def resolve_config(flags, device=torch.device("cpu")):
     return cfg, start, lines
 
 def find_start(cfg, device):
-    """Return what to start from: a checkpoint, given weights, both or neither.
+    """Return what to start from: the run in log_dir if there is one, or else init_from.
 
-    Training resumes the run in log_dir if there is one, and otherwise starts from init_from.
-    Sampling uses init_from if it is set, and otherwise ("scratch") the best weights in log_dir.
-    Raise UserError if the weights cannot be read or there are none to sample from.
+    Raise UserError if the checkpoints or the weights cannot be read.
     """
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
-    if not cfg.sample:
-        checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-        if checkpoint:  # take the weights from it, as the source in init_from may be gone
-            is_new = cfg.init_from == "scratch"
-            weights = None if is_new else weights_in_checkpoint(checkpoint, cfg.log_dir)
-            return Start(weights, checkpoint)
-    elif cfg.init_from == "scratch":
-        if not find_checkpoints(cfg.log_dir):
-            raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
-                            "or set --init_from.")
-        return Start(read_weights(cfg.log_dir))
-    return Start() if cfg.init_from == "scratch" else Start(read_weights(cfg.init_from))
+    if cfg.sample:
+        return Start(weights_to_sample(cfg))
+    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
+    if cfg.init_from == "scratch":
+        return Start(None, checkpoint)
+    if checkpoint:  # it holds the same model, and the weights in init_from may be gone
+        return Start(weights_in_checkpoint(checkpoint, cfg.log_dir), checkpoint)
+    return Start(read_weights(cfg.init_from), checkpoint)
+
+def weights_to_sample(cfg):
+    """Return the weights for --sample: those in init_from if it is set, or else log_dir's best.
+
+    Raise UserError if there are none.
+    """
+    if cfg.init_from != "scratch":
+        return read_weights(cfg.init_from)
+    if not find_checkpoints(cfg.log_dir):
+        raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, or "
+                        "set --init_from.")
+    return read_weights(cfg.log_dir)
 
 def read_newest_checkpoint(log_dir, device):
     """Return the content of the newest undamaged checkpoint, or {}. Rank 0 chooses it."""
@@ -1157,13 +1154,6 @@ def fitting_B(cfg):
     """Return the largest B, at most cfg.B, that evenly divides one process's rows of a step."""
     rows = max(1, rows_before(cfg, 1) // world_size())
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
-
-def check_rows(cfg, step, rows):
-    """For edits: raise UserError if the rows of a step are not a multiple of B * processes."""
-    if rows < 1 or rows % (cfg.B * world_size()):
-        raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
-                        f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
-                        "--B.")
 
 # ---- Processes, random seeds and the machine. torchrun starts one process per GPU and numbers
 # them. "auto" chooses what is fast on this machine. If a GPU cannot be used, a message says why
@@ -1385,6 +1375,74 @@ def tokens_per_byte(loader, encoding, val_tokens):
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
 
+# ---- Checks of edits. The unedited file passes all of them. They report mistakes that are easily
+# made in an edit and that would otherwise go unnoticed
+def check_parameters(raw_model, optimizers):
+    """Raise UserError unless each parameter has an initial value and is in one optimizer group.
+
+    A frozen parameter need not be in a group.
+    """
+    times = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
+                    for p in group["params"])
+    for name, p in raw_model.named_parameters():
+        largest = p.abs().max()
+        if not largest.isfinite():
+            raise UserError(f"{name} is not finite before the first step: initialize it.")
+        if largest > PLACEHOLDER / 100:  # true even if it was multiplied by a small number
+            raise UserError(f"{name} was changed, or copied from another weight, before "
+                            "init_weights() drew it. Do this at the end of GPT.__init__, or create "
+                            "its layer without draw_later().")
+        if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
+            raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
+                            "configure_optimizers(), or freeze it (requires_grad=False).")
+
+def check_rows(cfg, step, rows):
+    """Raise UserError if the rows of a step are not a multiple of B * processes."""
+    if rows < 1 or rows % (cfg.B * world_size()):
+        raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
+                        f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
+                        "--B.")
+
+# The entries of a checkpoint that identify its run. All other entries belong to State
+ABOUT_RUN = {"encoding", "constants", "data", "code"}
+
+def check_can_be_saved(content):
+    """Raise UserError if a checkpoint cannot store an entry of `content`."""
+    for name, value in content.items():
+        if name in ABOUT_RUN:
+            raise UserError(f"State.{name} has a name that checkpoints use for other data: rename "
+                            "the attribute.")
+        if (bad := unsavable_part(value)) is not None:
+            raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
+                            "checkpoint cannot store. Use numbers, strings, tensors, lists or "
+                            "dicts of these, or an object with state_dict() and "
+                            "load_state_dict().")
+
+def unsavable_part(content):
+    """Return the first part of nested content that cannot be loaded with weights_only=True.
+
+    Return None if there is no such part.
+    """
+    if isinstance(content, dict):
+        content = list(content.values())
+    if isinstance(content, (list, tuple)):
+        bad_parts = (unsavable_part(part) for part in content)
+        return next((bad for bad in bad_parts if bad is not None), None)
+    plain = content is None or isinstance(content, (bool, int, float, str, np.number, torch.Tensor))
+    return None if plain else content
+
+@torch.no_grad()
+def loss_warning(run):
+    """Return a warning if the model's loss in eval mode is not the cross-entropy."""
+    x, y = run.val_loader.batch(0, 1, run.device)
+    with run.autocast(), torch.compiler.set_stance("force_eager"):  # do not compile for one row
+        logits, loss = run.state.eval_model(x, y)
+    excess = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
+    if abs(excess) > 1e-4 * max(1.0, loss.item()):
+        return ("val is not the cross-entropy of the logits: on one row it differs by "
+                f"{excess:+.6f}. Put a term that only training should minimize under "
+                "`if self.training`.")
+
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another
 
 # These constants may differ when a run is resumed. (`epochs` is among them because the resulting
@@ -1393,9 +1451,6 @@ FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
     "keep_every", "device", "dtype", "compile", "epochs"}
-
-# The entries of a checkpoint that identify its run. All other entries belong to State
-ABOUT_RUN = {"encoding", "constants", "data", "code"}
 
 def lock_run_folder(log_dir):
     """Reserve log_dir for this run. Return a lock that is held as long as it is referenced.
@@ -1447,7 +1502,9 @@ class RunFolder:
         self.thread = ThreadPoolExecutor(max_workers=1)
         self.last_save = None     # Future of the latest save, kept after it has finished
         self.last_plot = None     # Future of the latest plot
-        self.safe_step = -1       # the step that need not be saved: it is on disk, or it is step 0
+        # The latest step that a restart can reproduce: from a checkpoint or, for step 0 of a new
+        # model, from the seed. It need not be saved
+        self.reproducible_step = -1
         self.failure = ""         # reason for the most recent failed save
         self.host_buffers = {}    # host memory of the latest save, reused by the next one
 
@@ -1475,7 +1532,7 @@ class RunFolder:
         self.write_run()
         self.log = open_log(self.path / "log.txt", step)
         if continues or self.cfg.init_from == "scratch":
-            self.safe_step = step  # it was loaded, or it is step 0, which the seed reproduces
+            self.reproducible_step = step
 
     def close(self):
         """Wait for a save in progress, and close log.txt."""
@@ -1498,7 +1555,7 @@ class RunFolder:
         if rank() != 0:
             return
         self.wait_for_save()  # a save in progress still reads the buffers
-        if self.safe_step == state.step:
+        if self.reproducible_step == state.step:
             return
         with contextlib.suppress(OSError):
             os.fsync(self.log.fileno())  # a step's log must be on disk before its checkpoint
@@ -1526,7 +1583,7 @@ class RunFolder:
             self.failure = first_line(e)
             print0(f"!!! NOT SAVED at step {step}: {self.failure}. Earlier checkpoints are kept.")
             return
-        self.safe_step, seconds = step, time.perf_counter() - start
+        self.reproducible_step, seconds = step, time.perf_counter() - start
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
         self.prune(step)
 
@@ -1573,31 +1630,6 @@ def copy_to_host(content, buffers):
         return new_buffers[key]
     return copied(content), new_buffers
 
-def check_can_be_saved(content):
-    """For edits: raise UserError if a checkpoint cannot store an entry of `content`."""
-    for name, value in content.items():
-        if name in ABOUT_RUN:
-            raise UserError(f"State.{name} has a name that checkpoints use for other data: rename "
-                            "the attribute.")
-        if (bad := unsavable_part(value)) is not None:
-            raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
-                            "checkpoint cannot store. Use numbers, strings, tensors, lists or "
-                            "dicts of these, or an object with state_dict() and "
-                            "load_state_dict().")
-
-def unsavable_part(content):
-    """Return the first part of nested content that cannot be loaded with weights_only=True.
-
-    Return None if there is no such part.
-    """
-    if isinstance(content, dict):
-        content = list(content.values())
-    if isinstance(content, (list, tuple)):
-        bad_parts = (unsavable_part(part) for part in content)
-        return next((bad for bad in bad_parts if bad is not None), None)
-    plain = content is None or isinstance(content, (bool, int, float, str, np.number, torch.Tensor))
-    return None if plain else content
-
 def open_log(path, step):
     """Open log.txt for appending.
 
@@ -1631,9 +1663,10 @@ def restore_state(state, saved):
     for name, content in saved.items():
         if name not in ("eval_model", "gpt_config"):
             setattr(state, name, restore(getattr(state, name, None), content, device))
-    # For edits: if the checkpoint is older than the edit that averages eval_model, the average
-    # starts from the checkpoint's weights
-    state.eval_model.load_state_dict(saved["eval_model"])
+    # For edits: if an average of the weights was added after the checkpoint had been written, start
+    # the average from the checkpoint's weights
+    if state.eval_model is not state.raw_model:
+        state.eval_model.load_state_dict(saved["eval_model"])
 
 def content_of(value):
     """Return the form in which a checkpoint stores an attribute of State."""
@@ -1673,6 +1706,17 @@ def moved(content, device):
         return [moved(part, device) for part in content]
     return content.to(device) if torch.is_tensor(content) else content
 
+def record_numbers(optimizers):
+    """Record in each optimizer group the numbers that the code gave it, for load_optimizer().
+
+    Also record the learning rate as initial_lr, which step_optimizers() multiplies by the schedule.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+            group["as_built"] = {name: number for name, number in group.items()
+                                 if name not in ("params", "param_names")}
+
 def load_optimizer(optimizer, content):
     """Load the state of an optimizer. Raise ValueError if it belongs to a different class.
 
@@ -1684,15 +1728,13 @@ def load_optimizer(optimizer, content):
     if content.get("class", class_name) != class_name:
         raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
     numbers_in_code = [group["as_built"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(content)  # now each group has the values of the checkpoint
+    optimizer.load_state_dict(content)  # replaces all numbers of the groups
     for group, in_code in zip(optimizer.param_groups, numbers_in_code):
-        # The values that the code gave the group when the process that wrote the checkpoint was
-        # started. Older checkpoints lack them (None); in that case every value is restored
-        at_start = group.get("as_built")
-        for name, number in in_code.items():
-            training_changed_it = at_start is None or group.get(name) != at_start.get(name)
-            if name not in group or not training_changed_it:
-                group[name] = number
+        # What the code said when the checkpoint's run was started. Old checkpoints do not have it
+        in_old_code = group.get("as_built", in_code)
+        changed_by_training = {name: number for name, number in group.items()
+                               if name in in_old_code and number != in_old_code[name]}
+        group |= in_code | changed_by_training
         group["as_built"] = in_code
 
 # ---- Setting up. Data, checkpoint and model are checked before any file of the run is changed
@@ -1784,25 +1826,6 @@ def wrap_in_ddp(raw_model):
     # With the default of 25 MB per bucket, a compiled model would be split into 14 graphs.
     # Gradients are views of the buckets, so that they need not be copied
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
-
-def check_parameters(raw_model, optimizers):
-    """For edits: check that each parameter has valid values and is in exactly one optimizer group.
-
-    Raise UserError otherwise. A frozen parameter need not be in a group.
-    """
-    times = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
-                    for p in group["params"])
-    for name, p in raw_model.named_parameters():
-        largest = p.abs().max()
-        if not largest.isfinite():
-            raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest > PLACEHOLDER / 100:  # true even if it was multiplied by a small number
-            raise UserError(f"{name} was changed, or copied from another weight, before "
-                            "init_weights() drew it. Do this at the end of GPT.__init__, or create "
-                            "its layer without draw_later().")
-        if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
-            raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
-                            "configure_optimizers(), or freeze it (requires_grad=False).")
 
 def steps_that_fit(run):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
@@ -1967,18 +1990,6 @@ def warnings_about(run, saved):
                         "different code.")
     return [warning for warning in warnings if warning]
 
-@torch.no_grad()
-def loss_warning(run):
-    """For edits: return a warning if the model's loss in eval mode is not the cross-entropy."""
-    x, y = run.val_loader.batch(0, 1, run.device)
-    with run.autocast(), torch.compiler.set_stance("force_eager"):  # do not compile for one row
-        logits, loss = run.state.eval_model(x, y)
-    excess = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
-    if abs(excess) > 1e-4 * max(1.0, loss.item()):
-        return ("val is not the cross-entropy of the logits: on one row it differs by "
-                f"{excess:+.6f}. Put a term that only training should minimize under "
-                "`if self.training`.")
-
 def plot_curves(folder):
     """Plot the values in log.txt against the number of tokens, and save the figure as curves.png.
 
@@ -2063,7 +2074,7 @@ def finish(run, stopped):
         validate(run)
     run.folder.save(run.state)
     run.folder.wait_for_save()
-    if rank() == 0 and run.folder.safe_step != step:
+    if rank() == 0 and run.folder.reproducible_step != step:
         raise UserError(f"Step {step} is not saved ({run.folder.failure}): free some space, and "
                         "repeat the command.")
     if stopped:
