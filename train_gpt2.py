@@ -11,9 +11,9 @@ fine-tuning uses those in FINETUNE. Ctrl-C saves the run and stops it. To
 resume the run, repeat the command.
 
 One idea keeps the script simple: the data of a step is a pure function of
-(seed, step). It follows that the micro-batch size B and the number of GPUs
-affect only speed and memory, and that a run is resumed by starting at a later
-step.
+(seed, step). It follows that a run is resumed by starting at a later step, and
+that the micro-batch size B and the number of GPUs affect only speed and memory.
+(Rounding errors and, with dropout > 0, the dropout masks do depend on them.)
 
 Part one, up to the end of train(), is what you read and change. Part two is
 what long runs need in practice. Code marked "For edits:" matters only in an
@@ -135,7 +135,8 @@ FINETUNE = dict(
 class GPTConfig:
     """The constants of a model, with GPT-2's as defaults.
 
-    In a run, constants that also exist in Config take their values from Config.
+    In a run, block_size is T in Config, vocab_size and n_vocab come from the encoding, and all
+    others have the values in Config (see build_model).
     """
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded to a multiple of 128
@@ -321,7 +322,7 @@ class GPT(nn.Module):
 def build_model(cfg, encoding, weights=None):
     """Return the GPT to train, new or with given weights.
 
-    This function is also called when a run is resumed. State then restores all weights.
+    A resumed run also builds its model here. The weights in the checkpoint are loaded afterwards.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
@@ -351,7 +352,8 @@ class DataLoaderLite:
     the previous one.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
-    UserError. recut: whether to cut later epochs at different places (see locate).
+    UserError. recut: shift the beginnings of all rows by a different amount in each epoch, so that
+    a small text yields new rows.
     """
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
@@ -364,22 +366,20 @@ class DataLoaderLite:
     def locate(self, row):
         """Return the number of the shard that holds a row, and the token at which the row begins.
 
-        Example: the shards have 3, 5 and 4 rows, T is 10, and this epoch visits shards 2, 0, 1.
-        Then row 5 is the second row from shard 0. If the rows of shard 0 are visited in the order
-        1, 2, 0, this is row 2 of the shard, which begins at token 20.
+        Example: the shards have 3, 5 and 4 rows, and T is 10. Row 17 is row 5 of epoch 1. If this
+        epoch visits shards 2, 0, 1, it is the second row from shard 0. If the rows of shard 0 are
+        visited in the order 1, 2, 0, it is row 2 of the shard, which begins at token 20.
         """
-        epoch, row = divmod(row, self.rows_per_epoch)
+        epoch, row_of_epoch = divmod(row, self.rows_per_epoch)       # 1, 5
         shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)
-        ends = self.rows_in_shard[shard_order].cumsum()  # 4, 7, 12
-        i = int(ends.searchsorted(row, side="right"))    # 1
-        number = int(shard_order[i])                     # 0
-        rows = int(self.rows_in_shard[number])           # 3
-        begin = int(ends[i]) - rows                      # 4
+        rows_until_end = self.rows_in_shard[shard_order].cumsum()    # 4, 7, 12
+        i = int(rows_until_end.searchsorted(row_of_epoch, side="right"))  # 1
+        number = int(shard_order[i])                                 # 0
+        rows = int(self.rows_in_shard[number])                       # 3
+        position = row_of_epoch - (int(rows_until_end[i]) - rows)    # 1
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        start = int(row_order[row - begin]) * self.T     # 20
-        if self.recut:
-            # Shift the cuts to the left by a different amount in each epoch, so that a small text
-            # yields new rows. The multiples of 0.618 T, modulo T, are far apart
+        start = int(row_order[position]) * self.T                    # 20
+        if self.recut:  # the multiples of 0.618 T, modulo T, are far apart
             start = max(0, start - int(0.618 * epoch * self.T) % self.T)
         return number, start
 
@@ -469,11 +469,11 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, dict(lr=lr, weight_decay=weight_decay, momentum=momentum))
         self.dtype = dtype
 
-    def smoothed_gradient(self, p, momentum):
-        """Update the running average of the gradient g, and return the Nesterov momentum.
+    def nesterov_momentum(self, p, momentum):
+        """Update the running average of p's gradient. Return a mix of the gradient and the average.
 
-        The new average is m * old average + (1 - m) * g, where m is `momentum`. The result is the
-        same formula applied to the new average: m * new average + (1 - m) * g.
+        With m = momentum, the average becomes m * average + (1 - m) * gradient. The result is
+        m * average + (1 - m) * gradient once more, as if the next gradient were the same.
         """
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -487,7 +487,7 @@ class Muon(torch.optim.Optimizer):
             for name, p in zip(group["param_names"], group["params"]):
                 if p.grad is None:  # not used in this step
                     continue
-                gradient = self.smoothed_gradient(p, group["momentum"])
+                gradient = self.nesterov_momentum(p, group["momentum"])
                 # c_attn stacks three matrices, for query, key and value. For edits: a c_attn with
                 # a different shape is treated as one matrix
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
@@ -542,14 +542,14 @@ class State:
 
     @property
     def eval_model(self):
-        """The GPT that is validated, sampled and exported.
+        """The GPT that is validated and sampled, and whose weights are exported.
 
         For edits: if an edit averages the weights, return the averaged model here.
         """
         return self.raw_model
 
     def state_dict(self):
-        return state_to_save(self)
+        return {name: content_of(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, saved):
         restore_state(self, saved)
@@ -566,8 +566,8 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
-    questions: object = None      # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder" = None    # log_dir; None during the trial steps of steps_that_fit()
+    hellaswag: object             # a hellaswag.Prepared, or None if HellaSwag is not scored
+    folder: "RunFolder"           # log_dir, or None in the trial steps of steps_that_fit()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the last step that was validated
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -587,7 +587,7 @@ def validation_loss(run, loader, model=None):
     total, counted = torch.zeros(2, device=run.device)
     for row in range(rank() * cfg.B, n_rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        y[n_rows - row:] = -100  # ignore the surplus rows of the last batch
+        y[n_rows - row:] = -100  # ignore rows beyond n_rows, which only the last batch can have
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
         total = total + loss * (y >= 0).sum()
@@ -684,12 +684,12 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save first, so that no steps are lost if an evaluation fails. save() does nothing if
-            # this step has already been saved
+            # Save first, so that no steps are lost if an evaluation fails. save() does nothing if a
+            # restart can already begin at this step
             run.folder.save(state)
         if due(cfg.eval_every, run):
             validate(run)
-        if due(cfg.hellaswag_every, run) and run.questions:
+        if due(cfg.hellaswag_every, run) and run.hellaswag:
             report(run, step, "hella", hellaswag_score(run), print_always=True)
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
             run.folder.plot()
@@ -701,17 +701,117 @@ def train(run):
         start = time.perf_counter()
         loss, norm = train_step(run)
         # Each list has one value per process. The CPU waits for the GPU here
-        losses, norms, signals = all_gather(loss, norm, run.signal_came.is_set())
+        losses, norms, signals = gather_from_ranks(loss, norm, run.signal_came.is_set())
         add_time(run, time.perf_counter() - start)
-        check_step(run, losses, norms)
-        report_step(run, loss=statistics.fmean(losses), norm=norms[0])
+        check_step(run, step, losses, norms)
+        report_step(run, step, loss=statistics.fmean(losses), norm=norms[0])
         stopped = any(signals)
     finish(run, stopped)
 
 
 # ==== Part two: what long runs need in practice
-# ---- Reading checkpoints and weights. Files may be damaged, or may come from an older version of
-# this script or from a different model. They may contain code, so arbitrary objects are not loaded
+# ---- Checkpoints. A checkpoint is a dict with these entries:
+#
+#     state                  the attributes of State, from which a run is resumed
+#     eval_model             the weights to sample, to export and to start other runs from. They are
+#                            those of raw_model, unless an edit averages weights
+#     gpt_config, encoding   what is needed to use these weights
+#     constants, data, code  the run that wrote the checkpoint, checked before the run is resumed
+#
+# First come the functions that make this content from State and restore State from it
+def checkpoint_of(state, cfg, fingerprint):
+    """Return the content of a checkpoint. Its entries are described above."""
+    return {
+        "state": state.state_dict(), "eval_model": state.eval_model.state_dict(),
+        "gpt_config": asdict(state.raw_model.config), "encoding": cfg.encoding,
+        "constants": asdict(cfg), "data": fingerprint, "code": code_checksum()}
+
+def content_of(value):
+    """Return the form in which a checkpoint stores an attribute of State."""
+    if isinstance(value, torch.optim.Optimizer):
+        return value.state_dict() | {"class": type(value).__name__}
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, list):
+        return [content_of(part) for part in value]
+    return value
+
+def restore_state(state, saved):
+    """Restore State's attributes from what state.state_dict() returned.
+
+    Load objects in place, and replace all other values. An attribute that is missing from `saved`
+    keeps its initial value. Raise ValueError if `saved` does not fit the objects in State.
+    """
+    device = next(state.raw_model.parameters()).device
+    for name, content in saved.items():
+        value = getattr(state, name, None)
+        if is_object(value):
+            load_object(value, content)
+        elif isinstance(content, dict) and not isinstance(value, dict):
+            raise ValueError(f"State lacks the object {name}, which the checkpoint contains")
+        else:
+            setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
+
+def is_object(value):
+    """Return whether a value is an object with load_state_dict(), or a list of such objects."""
+    if isinstance(value, list):
+        return any(is_object(part) for part in value)
+    return hasattr(value, "load_state_dict")
+
+def load_object(value, content):
+    """Load what content_of() returned into an object or a list of objects."""
+    if isinstance(value, list):
+        for part, content_of_part in zip(value, content, strict=True):
+            load_object(part, content_of_part)
+    elif isinstance(value, torch.optim.Optimizer):
+        load_optimizer(value, content)
+    elif content:  # it is empty for a GradScaler that was disabled
+        value.load_state_dict(content)
+
+def moved(content, device):
+    """Return nested content with its tensors on a device."""
+    if isinstance(content, dict):
+        return {key: moved(part, device) for key, part in content.items()}
+    if isinstance(content, list):
+        return [moved(part, device) for part in content]
+    return content.to(device) if torch.is_tensor(content) else content
+
+def record_numbers(optimizers):
+    """Store in each optimizer group the numbers that the code gave it, under "in_code".
+
+    Also store its learning rate as "initial_lr", which the schedule in step_optimizers() scales.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+            group["in_code"] = {name: number for name, number in group.items()
+                                if name not in ("params", "param_names")}
+
+def load_optimizer(optimizer, content):
+    """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
+    class_name = type(optimizer).__name__
+    if content.get("class", class_name) != class_name:
+        raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
+    groups = [numbers_to_continue(saved, group["in_code"])
+              for saved, group in zip(content["param_groups"], optimizer.param_groups)]
+    optimizer.load_state_dict(content | {"param_groups": groups})
+
+def numbers_to_continue(saved, in_code):
+    """Return the numbers with which an optimizer group continues after a restart.
+
+    A number that training has changed, such as a step count, continues from its saved value. All
+    other numbers, such as betas and weight decay, have the value in the code, so that an edit takes
+    effect.
+
+    saved: the group in the checkpoint. in_code: the numbers in the present code.
+    """
+    in_old_code = saved.get("in_code", in_code)  # older checkpoints lack it
+    continued = {name: number for name, number in saved.items()
+                 if name not in in_code or number != in_old_code.get(name, number)}
+    return saved | in_code | continued | {"in_code": in_code}
+
+# ---- Reading checkpoints. Files may be damaged, or may come from an older version of this script.
+# They may contain code, so arbitrary objects are not loaded
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder, the newest first."""
     paths = Path(folder).glob("checkpoint_*.pt")
@@ -736,22 +836,25 @@ def read_checkpoint(path, mmap=True):
 def in_todays_form(content):
     """Convert a checkpoint written by an earlier version of this script to the current format.
 
-    Until November 2026, eval_model was called "model" and raw_model was called "trained". State's
-    numbers were stored in "numbers", and the classes of the optimizers in "optimizer_names". Tokens
-    were not counted.
+    Until November 2026, State's attributes were entries of the checkpoint itself. eval_model was
+    called "model", and raw_model was called "trained". State's numbers were in "numbers", and the
+    classes of the optimizers in "optimizer_names". Tokens were not counted.
     """
-    if "model" not in content:
+    if "state" in content:
         return content
     content = dict(content)
-    content["eval_model"] = content.pop("model")
-    content["raw_model"] = content.pop("trained", content["eval_model"])
-    content |= content.pop("numbers", {})
-    if "constants" in content:
-        content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
-    names = content.pop("optimizer_names", [])
-    for optimizer, name in zip(content.get("optimizers", []), names):
-        optimizer["class"] = name
-    return content
+    if "model" in content:
+        content["eval_model"] = content.pop("model")
+        content["raw_model"] = content.pop("trained", content["eval_model"])
+        content |= content.pop("numbers", {})
+        names = content.pop("optimizer_names", [])
+        for optimizer, name in zip(content.get("optimizers", []), names):
+            optimizer["class"] = name
+        if "constants" in content:
+            content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
+    others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
+    converted = {name: content.pop(name) for name in others if name in content}
+    return converted | {"state": content}
 
 def verify_checkpoint(path):
     """Raise UserError if a checkpoint is damaged."""
@@ -780,15 +883,14 @@ def best_checkpoint(folder):
     """
     found = find_checkpoints(folder)
     losses = {step: loss for step, loss in read_streams(folder)["val"] if step in found}
-    if losses:
-        best_step, last_validated_step = min(losses, key=losses.get), max(losses)
-        if best_step != last_validated_step:
-            try:
-                verify_checkpoint(found[best_step])
-                return found[best_step]
-            except UserError as e:
-                print0(f"{e} It had the lowest validation loss. The newest checkpoint is used "
-                       "instead.")
+    best_step = min(losses, key=losses.get, default=None)
+    loss_has_risen = bool(losses) and best_step != max(losses)
+    if loss_has_risen:
+        try:
+            verify_checkpoint(found[best_step])
+            return found[best_step]
+        except UserError as e:
+            print0(f"{e} It had the lowest validation loss. The newest checkpoint is used instead.")
     return newest_checkpoint(folder)
 
 def read_run(folder):
@@ -803,6 +905,129 @@ def read_streams(folder):
         streams[stream].append((int(step), float(value)))
     return streams
 
+@lru_cache  # first called when main() starts, because the file may be edited during the run
+def code_checksum():
+    """Return a CRC-32 of the code that a run depends on, without comments.
+
+    It covers three parts: this file without Config, SMALL and FINETUNE; encoding_parts() in
+    fineweb.py, which determines the tokens of a text; and any module of your own that this file
+    imports from its folder.
+    """
+    path = Path(__file__)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    tree = ast.parse("\n".join(lines))
+    for node in tree.body:
+        # Blank out the class Config and the assignments to SMALL and FINETUNE
+        names = [ast.unparse(target) for target in getattr(node, "targets", [])]
+        if {"Config", "SMALL", "FINETUNE"}.intersection([getattr(node, "name", ""), *names]):
+            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    lines += inspect.getsource(encoding_parts).splitlines()
+    for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
+        lines += module.read_text(encoding="utf-8").splitlines()
+    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
+    return zlib.crc32("\n".join(filter(None, lines)).encode())
+
+def modules_beside(path, seen):
+    """Return the .py files beside `path` that it imports, directly or indirectly.
+
+    seen: names of modules to leave out.
+    """
+    imported, found = set(), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {node.module or alias.name for alias in node.names}
+    for name in imported - seen:
+        module = path.with_name(f"{name}.py")
+        if module.exists():
+            found |= {module, *modules_beside(module, seen | {name})}
+    return found
+
+def is_of_other_code(checksum):
+    """Return whether a checkpoint's code checksum is known and differs from the current one."""
+    return checksum not in (None, code_checksum())
+
+# ---- Hugging Face. A model is read or exported only if transformers computes the same logits
+# Hugging Face's GPT-2 stores these matrices as (in, out), and nn.Linear as (out, in)
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+def load_hugging_face(name):
+    """Return the GPT in a Hugging Face folder or hub repository.
+
+    Raise UserError if it cannot be loaded or does not return the same logits as transformers.
+    """
+    try:
+        import transformers
+        transformers.logging.disable_progress_bar()
+        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
+        c = hf.config
+        model = GPT(GPTConfig(
+            block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
+            n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
+        source, target = hf.state_dict(), model.state_dict()
+        if unmatched := sorted([*info["missing_keys"], *source.keys() - target.keys()]):
+            raise ValueError(f"{unmatched[0]} is not in both models")
+        for key, weight in source.items():
+            weight = weight.t() if key.endswith(TRANSPOSED) else weight
+            # target[key] shares its memory with the model. Only the first rows are copied, since
+            # the model's embedding is padded
+            target[key][:len(weight)].copy_(weight)
+        check_same_function(model, hf, end_of_text=c.vocab_size - 1)
+    except Exception as e:  # files and networks may raise anything
+        raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
+                        f"be loaded as a Hugging Face GPT-2 ({first_line(e)}): check the name."
+                        ) from None
+    return model
+
+def save_hugging_face(model, folder, encoding=None):
+    """Write a folder with the model and its tokenizer that transformers can load.
+
+    Raise UserError if transformers would return different logits or token ids.
+    """
+    import transformers
+    c = model.config
+    end = encoding.eot_token if encoding else c.n_vocab - 1
+    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
+        n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
+        n_ctx=c.block_size))  # llama.cpp's converter requires n_ctx
+    hf.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
+    ours, weights = GPT(c), {}  # an uncompiled copy on the CPU
+    ours.load_state_dict(model.state_dict())
+    for key, weight in ours.state_dict().items():
+        if key in ("transformer.wte.weight", "lm_head.weight"):
+            weight = weight[:c.n_vocab]
+        weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
+    try:
+        hf.load_state_dict(weights)
+        check_same_function(ours, hf, end)
+        tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
+    except (RuntimeError, ValueError) as e:
+        raise UserError("transformers would give different results "
+                        f"({first_line(e)})") from None
+    transformers.logging.disable_progress_bar()
+    hf.save_pretrained(folder, max_shard_size="50GB")  # in one file
+    if encoding:
+        tokenizer.save_pretrained(folder)
+
+@torch.no_grad()
+def check_same_function(ours, hf, end_of_text):
+    """Raise ValueError if our model and a Hugging Face model return different logits.
+
+    Both models must be on the CPU.
+    """
+    c = ours.config
+    idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
+    # Put an end of text in the middle. If an edit stops attention there, the logits differ, because
+    # transformers' model has no such rule
+    idx[0, c.block_size // 2] = end_of_text
+    theirs = hf.float().eval()(idx).logits
+    differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
+    if not differences.max() < 1e-3:  # also true for NaN
+        raise ValueError(f"logits differ by {differences.max():.1%}")
+
+# ---- Weights given by init_from. They may come from a different model than the one in this file
 @dataclass
 class Weights:
     """The weights of a model and the information needed to use them."""
@@ -864,92 +1089,6 @@ def load_tensors(model, weights):
                         f"({first_line(e)}): use the code that the weights were made with."
                         ) from None
 
-# Hugging Face's GPT-2 stores these matrices as (in, out), and nn.Linear as (out, in)
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-
-def load_hugging_face(name):
-    """Return the GPT in a Hugging Face folder or hub repository.
-
-    Raise UserError if it cannot be loaded or does not return the same logits as transformers.
-    """
-    try:
-        import transformers
-        transformers.logging.disable_progress_bar()
-        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
-        c = hf.config
-        model = GPT(GPTConfig(
-            block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
-            n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
-        source, target = hf.state_dict(), model.state_dict()
-        if unmatched := sorted([*info["missing_keys"], *source.keys() - target.keys()]):
-            raise ValueError(f"{unmatched[0]} is not in both models")
-        for key, weight in source.items():
-            weight = weight.t() if key.endswith(TRANSPOSED) else weight
-            # target[key] shares its memory with the model. Only the first rows are copied, since
-            # the model's embedding is padded
-            target[key][:len(weight)].copy_(weight)
-        check_same_function(model, hf, end_of_text=c.vocab_size - 1)
-    except Exception as e:  # files and networks may raise anything
-        raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
-                        f"be loaded as a Hugging Face GPT-2 ({first_line(e)}): check the name."
-                        ) from None
-    return model
-
-@torch.no_grad()
-def check_same_function(ours, hf, end_of_text):
-    """Raise ValueError if our model and a Hugging Face model return different logits.
-
-    Both models must be on the CPU.
-    """
-    c = ours.config
-    idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    # For edits: an end of text in the middle also exposes a model whose attention does not cross
-    # documents
-    idx[0, c.block_size // 2] = end_of_text
-    theirs = hf.float().eval()(idx).logits
-    differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
-    if not differences.max() < 1e-3:  # also true for NaN
-        raise ValueError(f"logits differ by {differences.max():.1%}")
-
-@lru_cache  # first called when main() starts, because the file may be edited during the run
-def code_checksum():
-    """Return a CRC-32 of the code that a run depends on, without comments and constants.
-
-    It covers this file without Config, SMALL and FINETUNE; encoding_parts() in fineweb.py, which
-    determines the tokens of a text; and any module of your own that this file imports from its
-    folder.
-    """
-    path = Path(__file__)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    tree = ast.parse("\n".join(lines))
-    for node in tree.body:
-        # Blank out the class Config and the assignments to SMALL and FINETUNE
-        names = [ast.unparse(target) for target in getattr(node, "targets", [])]
-        if {"Config", "SMALL", "FINETUNE"}.intersection([getattr(node, "name", ""), *names]):
-            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    lines += inspect.getsource(encoding_parts).splitlines()
-    for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
-        lines += module.read_text(encoding="utf-8").splitlines()
-    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
-    return zlib.crc32("\n".join(filter(None, lines)).encode())
-
-def modules_beside(path, seen):
-    """Return the .py files beside `path` that it imports, directly or indirectly.
-
-    seen: names of modules to leave out.
-    """
-    imported, found = set(), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported |= {node.module or alias.name for alias in node.names}
-    for name in imported - seen:
-        module = path.with_name(f"{name}.py")
-        if module.exists():
-            found |= {module, *modules_beside(module, seen | {name})}
-    return found
-
 # ---- Command line and settings: every constant gets its final value here, before anything uses it.
 # (If max_steps depends on the data or on a measurement, set_up() determines it)
 PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
@@ -961,7 +1100,7 @@ def main():
     code_checksum()
     try:
         run_command(parse_flags(Config, __doc__, PRESETS))
-        if dist.is_initialized():
+        if dist.is_initialized():  # run_command() has returned, so no DDP model needs the group now
             dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -975,12 +1114,8 @@ def main():
         sys.exit(1)
 
 def run_command(flags):
-    """Train, or print samples.
-
-    The local variable `run` holds the DDP model, which keeps the process group alive. Both are gone
-    when this function returns, so that main() can end the group.
-    """
-    device = pick_device(make_config(Config, flags).device)
+    """Train, or print samples."""
+    device = pick_device(flags.get("device", Config.device))
     if "RANK" in os.environ:
         join_processes(device)
     cfg, start, first_lines = resolve_config(flags, device)
@@ -1000,11 +1135,11 @@ def is_text(data):
 @dataclass(frozen=True)
 class Start:
     """What a command starts from."""
-    weights: Weights | None = None   # the given weights, or None to draw new ones from the seed
-    checkpoint: dict = field(default_factory=dict)  # content of a checkpoint; {} for a new run
+    weights: Weights | None = None  # from init_from; None if init_from is scratch
+    checkpoint: dict | None = None  # content of the checkpoint from which a run is resumed, or None
 
 def resolve_config(flags, device=torch.device("cpu")):
-    """Return (cfg, Start, first lines): the constants, what to start from, and a description.
+    """Return (cfg, what to start from, the first lines to print).
 
     Each constant gets its value from the last of these sources that sets it:
 
@@ -1014,35 +1149,41 @@ def resolve_config(flags, device=torch.device("cpu")):
     4. the flags. A flag that contradicts the weights raises UserError
 
     Then B is lowered if needed to divide the batch. If max_steps depends on `epochs` or `minutes`,
-    set_up() determines it after opening the data.
+    resolve_max_steps() computes it once the data have been opened.
     """
+    preset_name, preset, note = choose_preset(flags)
+    # The weights can only be found with the other three sources, which say where they are
+    start = find_start(make_config(Config, preset | flags), device)
+    if preset_name == "FINETUNE":
+        preset = finetune_preset(start.weights) | preset
+    from_weights = constants_of_weights(start.weights) if start.weights else {}
+    check_flags_against_weights(flags, from_weights, start.weights)
+    cfg = make_config(Config, preset | from_weights | flags)
+    lines = f"{note}settings  {describe_preset(preset_name, cfg, preset | from_weights)}"
+    if start.weights:
+        without_weights = asdict(Config()) | preset
+        lines += f"\nweights   {describe_weights(start, from_weights, without_weights)}"
+    if not cfg.sample:
+        check_config(cfg)
+        cfg = replace(cfg, B=fitting_B(cfg))
+    return cfg, start, lines
+
+def choose_preset(flags):
+    """Return the name of the preset, its constants including `data`, and a note to print."""
     data, note = flags.get("data", Config.data), ""
     data_was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
     if not data_was_chosen and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
         note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
                 "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
-    preset_name = "Config"
+    name = "Config"
     if is_text(data):
         scratch = flags.get("init_from", Config.init_from) == "scratch"
-        preset_name = "SMALL" if scratch else "FINETUNE"
-    preset = {"data": data} | PRESETS[preset_name]
-    first_cfg = make_config(Config, preset | flags)  # without what the weights decide
-    start = find_start(first_cfg, device)
-    if preset_name == "FINETUNE":
-        preset = finetune_preset(start.weights) | preset
+        name = "SMALL" if scratch else "FINETUNE"
+    preset = {"data": data} | PRESETS[name]
     if "max_steps" in flags:  # an explicit max_steps overrides the preset's epochs and minutes
         preset = preset | {"epochs": 0.0, "minutes": 0.0}
-    decided = constants_of_weights(start.weights) if start.weights else {}
-    check_flags_against_weights(flags, decided, start.weights)
-    cfg = make_config(Config, preset | decided | flags)
-    lines = f"{note}settings  {description_of_preset(preset_name, cfg, preset | decided)}"
-    if decided:
-        lines += f"\nweights   {describe_weights(start, decided, asdict(Config()) | preset)}"
-    if not cfg.sample:
-        check_config(cfg)
-        cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, start, lines
+    return name, preset, note
 
 def find_start(cfg, device):
     """Return what to start from: the run in log_dir if there is one, or else init_from.
@@ -1055,11 +1196,13 @@ def find_start(cfg, device):
     if cfg.sample:
         return Start(weights_to_sample(cfg))
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if cfg.init_from == "scratch":
-        return Start(None, checkpoint)
-    if checkpoint:  # it holds the same model, and the weights in init_from may be gone
-        return Start(weights_in_checkpoint(checkpoint, cfg.log_dir), checkpoint)
-    return Start(read_weights(cfg.init_from), checkpoint)
+    weights = None
+    if cfg.init_from != "scratch" and checkpoint:
+        # The weights in init_from may be gone. The checkpoint has weights of the same shape
+        weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
+    elif cfg.init_from != "scratch":
+        weights = read_weights(cfg.init_from)
+    return Start(weights, checkpoint)
 
 def weights_to_sample(cfg):
     """Return the weights for --sample: those in init_from if it is set, or else log_dir's best.
@@ -1074,14 +1217,14 @@ def weights_to_sample(cfg):
     return read_weights(cfg.log_dir)
 
 def read_newest_checkpoint(log_dir, device):
-    """Return the content of the newest undamaged checkpoint, or {}. Rank 0 chooses it."""
+    """Return the content of the newest undamaged checkpoint, or None. Rank 0 chooses it."""
     path = newest_checkpoint(log_dir) if rank() == 0 else None
     if world_size() > 1:  # processes may see different files on a shared disk
         box = [path]
         dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
         path = box[0]
     if path is None:
-        return {}
+        return None
     # Do not memory-map the file on a CPU: AdamW would keep the mapped tensors, and Windows cannot
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
@@ -1101,14 +1244,14 @@ def constants_of_weights(weights):
     decided = {name: value for name, value in weights.config.items() if name in asdict(Config())}
     return decided | ({"encoding": weights.encoding} if weights.encoding else {})
 
-def check_flags_against_weights(flags, decided, weights):
+def check_flags_against_weights(flags, from_weights, weights):
     """Raise UserError for a flag that contradicts the weights."""
-    for name in flags.keys() & decided.keys():
-        if str(flags[name]) != str(decided[name]):
-            raise UserError(f"{name} is {decided[name]} in the weights {weights.source}: leave out "
-                            f"--{name}.")
+    for name in flags.keys() & from_weights.keys():
+        if str(flags[name]) != str(from_weights[name]):
+            raise UserError(f"{name} is {from_weights[name]} in the weights {weights.source}: "
+                            f"leave out --{name}.")
 
-def description_of_preset(preset_name, cfg, constants):
+def describe_preset(preset_name, cfg, constants):
     """Return a description of the preset: its name, the reason for it, and the values it sets."""
     if preset_name == "Config":
         return "Config, since data is a folder of shards"
@@ -1116,11 +1259,11 @@ def description_of_preset(preset_name, cfg, constants):
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"{preset_name} instead of Config, since data is {reason}:\n{values}"
 
-def describe_weights(start, decided, otherwise):
+def describe_weights(start, from_weights, without_weights):
     """Return a description of the weights: their source and the constants that they change."""
     weights = start.weights
-    changed = [f"{name}={value!r} (not {otherwise[name]!r})" for name, value in decided.items()
-               if otherwise[name] != value]
+    changed = [f"{name}={value!r} (not {without_weights[name]!r})"
+               for name, value in from_weights.items() if without_weights[name] != value]
     other_code = ""
     if is_of_other_code(weights.code) and not start.checkpoint:  # else warnings_about() reports it
         other_code = ". It was written by different code"
@@ -1177,7 +1320,8 @@ def sum_over_ranks(tensor):
 def print0(text):
     """Print a text on rank 0. Write it in one piece, because the saving thread also prints."""
     if rank() == 0:
-        with contextlib.suppress(OSError, RuntimeError):  # the disk may be full
+        # Ignore a full disk (OSError), and a signal during another print (RuntimeError)
+        with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
 
 def seed_from(*key):
@@ -1370,6 +1514,7 @@ def tokens_per_byte(loader, encoding, val_tokens):
     for shard in loader.shards:
         wanted = val_tokens - counts.sum()
         targets = open_shard(shard)[1:1 + wanted]  # the first token of a shard is never a target
+        # Drop ids beyond the vocabulary. DataLoaderLite reports them when it reads their row
         counts += np.bincount(targets, minlength=len(counts))[:len(counts)]
     n_bytes = sum(counts[token] * len(encoding.decode_single_token_bytes(token))
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
@@ -1403,15 +1548,12 @@ def check_rows(cfg, step, rows):
                         f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
                         "--B.")
 
-# The entries of a checkpoint that identify its run. All other entries belong to State
-ABOUT_RUN = {"encoding", "constants", "data", "code"}
+def check_can_be_saved(attributes):
+    """Raise UserError if a checkpoint cannot store an attribute of State.
 
-def check_can_be_saved(content):
-    """Raise UserError if a checkpoint cannot store an entry of `content`."""
-    for name, value in content.items():
-        if name in ABOUT_RUN:
-            raise UserError(f"State.{name} has a name that checkpoints use for other data: rename "
-                            "the attribute.")
+    attributes: what state.state_dict() returned.
+    """
+    for name, value in attributes.items():
         if (bad := unsavable_part(value)) is not None:
             raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
                             "checkpoint cannot store. Use numbers, strings, tensors, lists or "
@@ -1444,9 +1586,8 @@ def loss_warning(run):
                 "`if self.training`.")
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another
-
-# These constants may differ when a run is resumed. (`epochs` is among them because the resulting
-# max_steps is compared instead)
+# Constants that may differ when a run is resumed. (epochs is one of them because max_steps, which
+# is computed from it, is compared)
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -1465,28 +1606,28 @@ def lock_run_folder(log_dir):
     return lock
 
 def check_same_training(saved, cfg, fingerprint):
-    """Raise UserError unless cfg and the data match the training run of a checkpoint."""
+    """Raise UserError unless cfg and the data are those of the run that wrote a checkpoint.
+
+    The constants in FREE_TO_CHANGE may differ. max_steps may grow, and a run that began with
+    --minutes may be resumed with --max_steps instead.
+    """
     # A constant that was added after the run began is assumed to have had its default. Data are
     # compared by content, not by path
     before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
     now = asdict(cfg) | {"data": fingerprint}
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
-    if not cfg.minutes:  # a run that began with --minutes may be resumed with --max_steps
+    if not cfg.minutes:
         changed.discard("minutes")
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
     # The result of a finished run belongs to the code that trained it. Evaluating the run with
     # edited code would replace this result
-    if is_of_other_code(saved.get("code")) and saved["step"] >= cfg.max_steps:
+    if is_of_other_code(saved.get("code")) and saved["state"]["step"] >= cfg.max_steps:
         values.append("train_gpt2.py was edited after it finished")
     if values:
         raise UserError(f"The run in {cfg.log_dir}/ is a different one: {'; '.join(values)}. Undo "
                         "this change, or choose a different --log_dir.")
-
-def is_of_other_code(checksum):
-    """Return whether a checkpoint's code checksum is known and differs from the current one."""
-    return checksum not in (None, code_checksum())
 
 class RunFolder:
     """Writes log_dir, on rank 0 only. A background thread writes checkpoints and plots.
@@ -1499,7 +1640,7 @@ class RunFolder:
         self.fingerprint, self.lock = fingerprint, lock
         self.starts = []          # time, step, command and versions of each start, for run.json
         self.log = None           # log.txt, once begin() has opened it
-        self.thread = ThreadPoolExecutor(max_workers=1)
+        self.executor = ThreadPoolExecutor(max_workers=1)
         self.last_save = None     # Future of the latest save, kept after it has finished
         self.last_plot = None     # Future of the latest plot
         # The latest step that a restart can reproduce: from a checkpoint or, for step 0 of a new
@@ -1536,7 +1677,7 @@ class RunFolder:
 
     def close(self):
         """Wait for a save in progress, and close log.txt."""
-        self.thread.shutdown()
+        self.executor.shutdown()
         if self.log:
             self.log.close()
 
@@ -1548,7 +1689,7 @@ class RunFolder:
             write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
     def save(self, state):
-        """Start saving `state`, unless its step has already been saved.
+        """Start saving `state`, unless a restart can already begin at its step.
 
         Training waits only for the previous save and for the copy to host memory.
         """
@@ -1559,12 +1700,10 @@ class RunFolder:
             return
         with contextlib.suppress(OSError):
             os.fsync(self.log.fileno())  # a step's log must be on disk before its checkpoint
-        content = state.state_dict()
-        check_can_be_saved(content)
-        content |= {"encoding": self.cfg.encoding, "constants": asdict(self.cfg),
-                    "data": self.fingerprint, "code": code_checksum()}
+        content = checkpoint_of(state, self.cfg, self.fingerprint)
+        check_can_be_saved(content["state"])
         content, self.host_buffers = copy_to_host(content, self.host_buffers)
-        self.last_save = self.thread.submit(self.write_checkpoint, content)
+        self.last_save = self.executor.submit(self.write_checkpoint, content)
 
     def wait_for_save(self):
         """Wait until the latest save has finished."""
@@ -1573,7 +1712,7 @@ class RunFolder:
 
     def write_checkpoint(self, content):
         """Write, verify and rename a checkpoint, then delete those that need not be kept."""
-        step, start = content["step"], time.perf_counter()
+        step, start = content["state"]["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
             write_whole(path, lambda file: torch.save(content, file), verify=verify_checkpoint)
@@ -1603,7 +1742,7 @@ class RunFolder:
         if rank() == 0 and importlib.util.find_spec("matplotlib"):
             if self.last_plot:
                 self.last_plot.cancel()
-            self.last_plot = self.thread.submit(plot_curves, self.path)
+            self.last_plot = self.executor.submit(plot_curves, self.path)
 
 def copy_to_host(content, buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
@@ -1645,147 +1784,63 @@ def open_log(path, step):
     file.truncate(kept)
     return file
 
-# ---- Saving and restoring State. Anything that an edit adds to State is either restored after a
-# restart or rejected with an error
-def state_to_save(state):
-    """Return the content of State for a checkpoint: all attributes and eval_model's weights.
-
-    Sampling, export and init_from load the weights of eval_model. Unless an edit averages weights,
-    these are the tensors of raw_model, which are saved only once.
-    """
-    attributes = {name: content_of(value) for name, value in vars(state).items()}
-    return attributes | {"eval_model": state.eval_model.state_dict(),
-                         "gpt_config": asdict(state.raw_model.config)}
-
-def restore_state(state, saved):
-    """Restore what state_to_save() returned. An attribute missing there keeps its initial value."""
-    device = next(state.raw_model.parameters()).device
-    for name, content in saved.items():
-        if name not in ("eval_model", "gpt_config"):
-            setattr(state, name, restore(getattr(state, name, None), content, device))
-    # For edits: if an average of the weights was added after the checkpoint had been written, start
-    # the average from the checkpoint's weights
-    if state.eval_model is not state.raw_model:
-        state.eval_model.load_state_dict(saved["eval_model"])
-
-def content_of(value):
-    """Return the form in which a checkpoint stores an attribute of State."""
-    if isinstance(value, torch.optim.Optimizer):
-        return value.state_dict() | {"class": type(value).__name__}
-    if hasattr(value, "state_dict"):
-        return value.state_dict()
-    if isinstance(value, list):
-        return [content_of(part) for part in value]
-    return value
-
-def restore(value, content, device):
-    """Return an attribute of State restored from a checkpoint. Objects are restored in place.
-
-    value: the attribute as newly created. content: what content_of() returned for it.
-    Raise ValueError if `content` is that of a different kind of object.
-    """
-    if isinstance(value, torch.optim.Optimizer):
-        load_optimizer(value, content)
-    elif hasattr(value, "load_state_dict"):
-        if content:  # empty for a GradScaler that was disabled
-            value.load_state_dict(content)
-    elif isinstance(value, list) and any(hasattr(part, "load_state_dict") for part in value):
-        for part, content_of_part in zip(value, content, strict=True):
-            restore(part, content_of_part, device)
-    elif isinstance(content, dict) and not isinstance(value, dict):
-        raise ValueError("the checkpoint has the state_dict() of an object that State lacks")
-    else:
-        return moved(content, value.device if torch.is_tensor(value) else device)
-    return value
-
-def moved(content, device):
-    """Return nested content with its tensors on a device."""
-    if isinstance(content, dict):
-        return {key: moved(part, device) for key, part in content.items()}
-    if isinstance(content, list):
-        return [moved(part, device) for part in content]
-    return content.to(device) if torch.is_tensor(content) else content
-
-def record_numbers(optimizers):
-    """Record in each optimizer group the numbers that the code gave it, for load_optimizer().
-
-    Also record the learning rate as initial_lr, which step_optimizers() multiplies by the schedule.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-            group["as_built"] = {name: number for name, number in group.items()
-                                 if name not in ("params", "param_names")}
-
-def load_optimizer(optimizer, content):
-    """Load the state of an optimizer. Raise ValueError if it belongs to a different class.
-
-    A hyperparameter of a group that training has changed (such as a step count or a running
-    estimate) is restored. All others (such as betas, momentum and weight decay) keep their values
-    from the code.
-    """
-    class_name = type(optimizer).__name__
-    if content.get("class", class_name) != class_name:
-        raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
-    numbers_in_code = [group["as_built"] for group in optimizer.param_groups]
-    optimizer.load_state_dict(content)  # replaces all numbers of the groups
-    for group, in_code in zip(optimizer.param_groups, numbers_in_code):
-        # What the code said when the checkpoint's run was started. Old checkpoints do not have it
-        in_old_code = group.get("as_built", in_code)
-        changed_by_training = {name: number for name, number in group.items()
-                               if name in in_old_code and number != in_old_code[name]}
-        group |= in_code | changed_by_training
-        group["as_built"] = in_code
-
-# ---- Setting up. Data, checkpoint and model are checked before any file of the run is changed
+# ---- Setting up. Data, checkpoint and model are checked before the log or a checkpoint is changed
 def set_up(cfg, device, start=Start()):
-    """Return the Run for train(). start: what resolve_config() returned.
+    """Return the Run for train(). start: the Start that resolve_config() returned.
 
     Raise UserError if the data, the weights, the checkpoint and the code do not fit together.
     """
     saved = start.checkpoint
     encoding = get_encoding(cfg.encoding)
-    train_loader, val_loader = open_data(cfg, encoding)
+    loaders = train_loader, _ = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(train_loader), lock_run_folder(cfg.log_dir)
-    cfg = resolve_max_steps(cfg, train_loader, saved)
+    check_weights_fit(start.weights, cfg, encoding)
+    build = partial(build_run, device=device, start=start, encoding=encoding, loaders=loaders)
+    cfg = replace(cfg, max_steps=resolve_max_steps(cfg, train_loader, saved, build))
     if saved:
         check_same_training(saved, cfg, fingerprint)
-    dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
-    set_attention(cfg, device, dtype)
-    check_weights_fit(start.weights, cfg, encoding)
-    raw_model = build_model(cfg, encoding, start.weights).to(device)
-    state = build_state(raw_model, cfg, dtype, saved)
-    if compiled:
-        raw_model.compile()
-    run = Run(
-        cfg=cfg, state=state, device=device, encoding=encoding,
-        ddp_model=wrap_in_ddp(raw_model), train_loader=train_loader, val_loader=val_loader,
-        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-        tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
-        questions=hellaswag_questions(cfg, state.eval_model, encoding))
-    if cfg.minutes and not saved:
-        run.cfg = cfg = replace(cfg, max_steps=steps_that_fit(run))
-    run.folder = RunFolder(cfg, fingerprint, lock)
+    run = build(cfg, folder=RunFolder(cfg, fingerprint, lock))
     catch_signals(run.signal_came)
     warnings = warnings_about(run, saved)
-    run.folder.begin(state.step, bool(saved), warnings)
-    print0("\n".join([description(run, dtype, compiled, saved),
-                      *(f"!!! {warning}" for warning in warnings)]))
+    run.folder.begin(run.state.step, bool(saved), warnings)
+    print0("\n".join([description(run, saved), *(f"!!! {warning}" for warning in warnings)]))
     return run
 
-def resolve_max_steps(cfg, train_loader, saved):
-    """Return cfg with max_steps computed from `epochs`, or for `minutes` read from the checkpoint.
+def resolve_max_steps(cfg, train_loader, saved, build):
+    """Return max_steps, computed from `minutes` or `epochs` if one of them is set.
 
-    For a new run with `minutes`, steps_that_fit() determines max_steps later.
+    A resumed run keeps the max_steps that its minutes once gave. build: build_run(cfg).
     """
-    if cfg.minutes and saved:
-        return replace(cfg, max_steps=saved["constants"]["max_steps"])
+    if cfg.minutes:
+        return saved["constants"]["max_steps"] if saved else steps_that_fit(cfg, build)
     if not cfg.epochs:
-        return cfg
+        return cfg.max_steps
     max_steps = 1
     while rows_before(cfg, max_steps) < cfg.epochs * train_loader.rows_per_epoch:
         max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
-    return replace(cfg, max_steps=max_steps)
+    return max_steps
+
+def steps_that_fit(cfg, build):
+    """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
+
+    The trial steps train a Run of their own, which is thrown away.
+    """
+    print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
+    run, seconds = build(replace(cfg, hellaswag_every=0), folder=None), []
+    for _ in range(20):
+        start = time.perf_counter()
+        loss, _ = train_step(run)
+        loss.item()  # waits for the GPU
+        seconds.append(time.perf_counter() - start)
+    seconds = sum_over_ranks(torch.tensor(seconds, device=run.device)) / world_size()  # (20,)
+    steps = int(60 * cfg.minutes / seconds.median().item())
+    if steps <= cfg.warmup_steps:
+        raise UserError(f"Only {steps} steps fit into minutes={cfg.minutes:g}, which is not more "
+                        f"than warmup_steps={cfg.warmup_steps}: raise --minutes, or lower "
+                        "--warmup_steps.")
+    print0(f"{steps:,} steps fit into {cfg.minutes:g} minutes. To repeat this run on any machine, "
+           f"use --max_steps={steps}")
+    return steps
 
 def check_weights_fit(weights, cfg, encoding):
     """Raise UserError if given weights have the wrong vocabulary or too short a context."""
@@ -1796,6 +1851,22 @@ def check_weights_fit(weights, cfg, encoding):
         raise UserError(f"{weights.source} has {n_vocab} tokens and a context of {block_size}, but "
                         f"encoding={cfg.encoding} has {encoding.n_vocab} and T={cfg.T}: change "
                         "--encoding or --T.")
+
+def build_run(cfg, folder, device, start, encoding, loaders):
+    """Return a Run with the model, the optimizers and everything else that train() uses."""
+    dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
+    set_attention(cfg, device, dtype)
+    raw_model = build_model(cfg, encoding, start.weights).to(device)
+    state = build_state(raw_model, cfg, dtype, start.checkpoint)
+    if compiled:
+        raw_model.compile()
+    train_loader, val_loader = loaders
+    return Run(
+        cfg=cfg, state=state, device=device, encoding=encoding,
+        ddp_model=wrap_in_ddp(raw_model), train_loader=train_loader, val_loader=val_loader,
+        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+        tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
+        hellaswag=prepared_hellaswag(cfg, state.eval_model, encoding), folder=folder)
 
 def build_state(raw_model, cfg, dtype, saved):
     """Return the State: a new one, or the one in the checkpoint `saved`.
@@ -1812,8 +1883,11 @@ def build_state(raw_model, cfg, dtype, saved):
     check_can_be_saved(state.state_dict())
     if saved:
         try:
-            state.load_state_dict({name: content for name, content in saved.items()
-                                   if name not in ABOUT_RUN})
+            state.load_state_dict(saved["state"])
+            # For edits: if averaged weights were added after the checkpoint had been written, start
+            # the average from the checkpoint's weights
+            if state.eval_model is not raw_model:
+                state.eval_model.load_state_dict(saved["eval_model"])
         except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
             raise UserError(f"The run in {cfg.log_dir}/ does not fit train_gpt2.py ({first_line(e)}"
                             "): undo the edit, or choose a different --log_dir.") from None
@@ -1827,33 +1901,10 @@ def wrap_in_ddp(raw_model):
     # Gradients are views of the buckets, so that they need not be copied
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
-def steps_that_fit(run):
-    """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
-
-    The trial steps leave no trace: the previous state is restored afterwards.
-    """
-    print0(f"Taking twenty trial steps to find out how many fit into {run.cfg.minutes:g} minutes")
-    cfg, seconds = run.cfg, []
-    before, _ = copy_to_host(run.state.state_dict(), buffers={})
-    for _ in range(20):
-        start = time.perf_counter()
-        loss, _ = train_step(run)
-        loss.item()  # waits for the GPU
-        seconds.append(time.perf_counter() - start)
-    run.state.load_state_dict(before)
-    seconds = sum_over_ranks(torch.tensor(seconds, device=run.device)) / world_size()  # (20,)
-    steps = int(60 * cfg.minutes / seconds.median().item())
-    if steps <= cfg.warmup_steps:
-        raise UserError(f"Only {steps} steps fit into minutes={cfg.minutes:g}, which is not more "
-                        f"than warmup_steps={cfg.warmup_steps}: raise --minutes, or lower "
-                        "--warmup_steps.")
-    print0(f"{steps:,} steps fit into {cfg.minutes:g} minutes. To repeat this run on any machine, "
-           f"use --max_steps={steps}")
-    return steps
-
-def description(run, dtype, compiled, saved):
+def description(run, saved):
     """Return the lines that describe a run at its start."""
     cfg, state, rows = run.cfg, run.state, rows_before(run.cfg, 1)
+    dtype, compiled = pick_dtype(cfg.dtype, run.device), pick_compile(cfg.compile, run.device)
     epochs = rows_before(cfg, cfg.max_steps) / run.train_loader.rows_per_epoch
     groups = [f"{sum(p.numel() for p in group['params']):,} in {len(group['params'])} tensors by "
               f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0.0)}"
@@ -1881,8 +1932,8 @@ def report(run, step, stream, value, note="", print_always=False):
     Lines are due every print_every steps. note: text to print after the value. print_always: print
     at any step.
     """
-    # For edits: an edited train_step() may call report(). In the trial steps of steps_that_fit()
-    # there is no folder yet, so do nothing
+    # For edits: an edited train_step() may call report(), also in the trial steps of
+    # steps_that_fit(), which have no folder
     if run.folder is None:
         return
     write_log(run, step, stream, value)
@@ -1895,7 +1946,7 @@ def write_log(run, step, stream, value):
         with contextlib.suppress(OSError):  # a full disk
             run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
 
-def all_gather(loss, norm, signal_came):
+def gather_from_ranks(loss, norm, signal_came):
     """Gather from all processes and return three lists: losses, norms and whether a signal came."""
     # Create the tensor on the GPU, because copying it there would make the CPU wait
     signal_came = torch.full_like(loss, signal_came)
@@ -1906,31 +1957,36 @@ def all_gather(loss, norm, signal_came):
     return torch.stack(everyones).T.tolist()
 
 def add_time(run, seconds):
-    """Record the duration of a step. State.minutes excludes the first step after each start,
-    because that step may consist mostly of compilation.
+    """Record the duration of a step.
+
+    State.minutes excludes the first step after each start, which may consist mostly of compilation.
     """
     run.step_seconds.append(seconds)
     if len(run.step_seconds) > 1:
         run.state.minutes += seconds / 60
 
-def check_step(run, losses, norms):
-    """Raise UserError if processes disagree or the model has diverged. run.json gets the reason."""
-    failure = disagreement(run, norms) or divergence(run, statistics.fmean(losses), norms[0])
+def check_step(run, step, losses, norms):
+    """Raise UserError if processes disagree or the model has diverged. run.json gets the reason.
+
+    losses, norms: those of a step, one value per process.
+    """
+    failure = (disagreement(step, norms)
+               or divergence(run, step, statistics.fmean(losses), norms[0]))
     if failure:
         run.folder.write_run({"failed": failure})
         raise UserError(failure)
 
-def disagreement(run, norms):
+def disagreement(step, norms):
     """Return a message if the processes' gradients have different norms, or None otherwise."""
     # 1e-5 allows for rounding, since different kinds of GPU may add in a different order
     if max(norms) - min(norms) > 1e-5 * max(norms):
-        return (f"In step {run.state.step - 1} the gradients of the processes have norms from "
+        return (f"In step {step} the gradients of the processes have norms from "
                 f"{min(norms):.7g} to {max(norms):.7g}, so they would train different models. "
                 "Whatever an edit adds to gradients must be the same in all processes, and a "
                 "parameter that one of them does not use (for example an idle expert) needs a "
                 "gradient of zeros.")
 
-def divergence(run, loss, norm):
+def divergence(run, step, loss, norm):
     """Return a message if the loss or the norm shows that the model has diverged, or else None."""
     scaler = run.state.scaler
     # In float16 an infinite norm merely causes the step to be skipped. It is an error only once the
@@ -1938,15 +1994,15 @@ def divergence(run, loss, norm):
     norm_is_fine = math.isfinite(norm) or (scaler.is_enabled() and scaler.get_scale() > 0)
     if math.isfinite(loss) and abs(loss) < 1e4 and norm_is_fine:
         return None
-    return (f"Step {run.state.step - 1} has loss {loss:g} and gradient norm {norm:g}: the model "
+    return (f"Step {step} has loss {loss:g} and gradient norm {norm:g}: the model "
             "has diverged. Most often --max_lr is too high. Other causes are the data (ids beyond "
             "the vocabulary, zeros), float16, an edit, or cuDNN's attention, which "
             "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To start again from before this step, use "
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
 
-def report_step(run, loss, norm):
-    """Report the loss and the gradient norm of the step that was just taken."""
-    cfg, step, seconds = run.cfg, run.state.step - 1, run.step_seconds[-1]
+def report_step(run, step, loss, norm):
+    """Report the loss and the gradient norm of a step."""
+    cfg, seconds = run.cfg, run.step_seconds[-1]
     rate = (rows_before(cfg, step + 1) - rows_before(cfg, step)) * cfg.T / seconds
     # Use the median, since a step may have waited for another program
     left = statistics.median(run.step_seconds) * (cfg.max_steps - step - 1)
@@ -2049,47 +2105,57 @@ def sample_only(cfg, device, weights):
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 
-def hellaswag_questions(cfg, model, encoding):
+def prepared_hellaswag(cfg, model, encoding):
     """Return HellaSwag's questions as rows of tokens that fit the model's context.
 
-    Return None if they are switched off or not available.
+    Return None if HellaSwag is switched off or not available.
     """
-    if cfg.hellaswag_every:
-        import hellaswag
-        return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
+    if not cfg.hellaswag_every:
+        return None
+    import hellaswag
+    return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
 
 def hellaswag_score(run):
     """Return HellaSwag's acc_norm of eval_model."""
     import hellaswag
     with run.autocast():
-        return hellaswag.evaluate(run.state.eval_model, run.questions).acc_norm
+        return hellaswag.evaluate(run.state.eval_model, run.hellaswag).acc_norm
 
 # ---- The end of a run: save the last step, export the best weights and record the result
 def finish(run, stopped):
     """Save the last step. Unless a signal stopped the run, export it and record its result."""
     cfg, step = run.cfg, run.state.step
-    # For edits: a `break` that you add to train() ends a run before max_steps
-    ended_by_break = step < cfg.max_steps and not stopped
-    if ended_by_break and run.validated_step != step:
+    ended_early = step < cfg.max_steps and not stopped  # For edits: by a `break` in train()
+    if ended_early and run.validated_step != step:
         validate(run)
-    run.folder.save(run.state)
-    run.folder.wait_for_save()
-    if rank() == 0 and run.folder.reproducible_step != step:
-        raise UserError(f"Step {step} is not saved ({run.folder.failure}): free some space, and "
-                        "repeat the command.")
+    save_last_step(run)
     if stopped:
         print0(f"Stopped by a signal after {step} steps. To resume the run, repeat the command.")
     elif rank() == 0:
         export(run)
-        if ended_by_break:
-            print0(f"Ended after {step} of {cfg.max_steps} steps. To resume the run, repeat the "
-                   "command.")
-        elif cfg.max_steps:
-            print0(f"Done. For samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
-                   "To train longer, raise --max_steps.")
+        print0(closing_words(cfg, step))
         result = result_of(run)
         run.folder.write_run(result)
         print_result(result)
+
+def save_last_step(run):
+    """Save the current step and wait for it. Raise UserError if it cannot be saved."""
+    folder, step = run.folder, run.state.step
+    folder.save(run.state)
+    folder.wait_for_save()
+    if rank() == 0 and folder.reproducible_step != step:
+        raise UserError(f"Step {step} is not saved ({folder.failure}): free some space, and repeat "
+                        "the command.")
+
+def closing_words(cfg, step):
+    """Return what to tell the user at the end of a run."""
+    if step < cfg.max_steps:
+        return (f"Ended after {step} of {cfg.max_steps} steps. To resume the run, repeat the "
+                "command.")
+    if cfg.max_steps == 0:
+        return "Evaluated without training, since max_steps is 0."
+    return (f"Done. For samples: python train_gpt2.py --sample=3 --log_dir={cfg.log_dir}\n"
+            "To train longer, raise --max_steps.")
 
 def result_of(run):
     """Return a run's result as {name: value}.
@@ -2130,39 +2196,6 @@ def export(run):
                "hellaswag.py")
     except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {first_line(e)}.")
-
-# ---- Hugging Face. A model is exported only if transformers computes the same logits with it.
-# (load_hugging_face() above reads such models; TRANSPOSED is explained there)
-def save_hugging_face(model, folder, encoding=None):
-    """Write a folder with the model and its tokenizer that transformers can load.
-
-    Raise UserError if transformers would return different logits or token ids.
-    """
-    import transformers
-    c = model.config
-    end = encoding.eot_token if encoding else c.n_vocab - 1
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
-        n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
-        n_ctx=c.block_size))  # llama.cpp's converter requires n_ctx
-    hf.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
-    ours, weights = GPT(c), {}  # an uncompiled copy on the CPU
-    ours.load_state_dict(model.state_dict())
-    for key, weight in ours.state_dict().items():
-        if key in ("transformer.wte.weight", "lm_head.weight"):
-            weight = weight[:c.n_vocab]
-        weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
-    try:
-        hf.load_state_dict(weights)
-        check_same_function(ours, hf, end)
-        tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
-    except (RuntimeError, ValueError) as e:
-        raise UserError("transformers would give different results "
-                        f"({first_line(e)})") from None
-    transformers.logging.disable_progress_bar()
-    hf.save_pretrained(folder, max_shard_size="50GB")  # in one file
-    if encoding:
-        tokenizer.save_pretrained(folder)
 
 if __name__ == "__main__":
     main()

@@ -246,7 +246,7 @@ def training_run(**constants):
     t.check_config(cfg)
     cfg = dataclasses.replace(cfg, B=t.fitting_B(cfg))
     run = t.set_up(cfg, t.pick_device(cfg.device))
-    with run.folder.thread:  # its end waits for a save in progress
+    with run.folder.executor:  # its end waits for a save in progress
         yield run
 
 def naive_attention(q, k, v, dropout_p=0.0, is_causal=True):
@@ -339,7 +339,7 @@ def step_side(repeats, warmup, fused=True, logits=False, flash=True, tf32=True, 
                 row = t.rows_before(run.cfg, run.state.step)
                 fetched[row] = read(row, run.cfg.B, run.device)
             if len(waiting) > late:
-                t.all_gather(*waiting.pop(0), False)  # waits for the GPU
+                t.gather_from_ranks(*waiting.pop(0), False)  # waits for the GPU
         [seconds] = median_seconds(one_step, repeats=repeats, warmup=warmup)
         return figures_of(seconds, run.cfg, model)
 
@@ -750,7 +750,7 @@ def duties_side(**constants):
     with training_run(**constants, val_tokens=tokens, hellaswag_every=250) as run:
         duties = (lambda: t.validation_loss(run, run.val_loader), lambda: t.hellaswag_score(run),
                   lambda: t.print_sample(run))
-        return [*median_seconds(lambda: t.all_gather(*t.train_step(run), False), **TIMES),
+        return [*median_seconds(lambda: t.gather_from_ranks(*t.train_step(run), False), **TIMES),
                 *median_seconds(*duties, repeats=3, warmup=1)]
 
 def duty_rows():

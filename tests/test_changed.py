@@ -303,7 +303,7 @@ def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
     old = file(state)
     for optimizer in old["optimizers"]:
         for group in optimizer["param_groups"]:
-            del group["as_built"]
+            del group["in_code"], group["initial_lr"]
     assert muon_state(old, momentum=0.5).optimizers[1].param_groups[0]["momentum"] == 0.8
 
 def average_and_running_mean(arrange, attribute):
@@ -342,36 +342,35 @@ def test_state_saves_whatever_it_holds(folder):
     assert_same_logs(again.log_dir, whole.log_dir)
     a, b = (load(log_dir / "checkpoint_00020.pt") for log_dir in (again.log_dir, whole.log_dir))
     assert_same(a, b)
+    a, b = a["state"], b["state"]
     assert a["average"]["n_averaged"] == 20 and a["history"] == b["history"]
     assert torch.is_tensor(a["mean"]) and torch.equal(a["mean"], b["mean"])
 
 def unsavable_attribute(arrange, name):
-    """Add an attribute to State that holds a deque (losses), or whose name is reserved (data)."""
+    """Add an attribute to State that holds a deque."""
     @dataclasses.dataclass
     class Mine(arrange.t.State):
         def __post_init__(self):
             super().__post_init__()
-            setattr(self, name, collections.deque([1]) if name == "losses" else 1)
+            setattr(self, name, collections.deque([1]))
     arrange.t.State = Mine
 
-@pytest.mark.parametrize("name, says", [
-    ("losses", "State.losses holds an object of type deque"),
-    ("data", "State.data has a name that checkpoints use")])
-def test_an_attribute_that_cannot_be_saved_is_reported_before_the_first_step(folder, name, says):
-    run = Forked(folder / f"unsavable {name}", arrange={unsavable_attribute: name})
+def test_an_attribute_that_cannot_be_saved_is_reported_before_the_first_step(folder):
+    run = Forked(folder / "unsavable", arrange={unsavable_attribute: "losses"})
     assert run.wait() == 1 and not list(run.log_dir.glob("log.txt"))
-    one_line(run.err, says)
+    one_line(run.err, "State.losses holds an object of type deque")
 
 def as_before(content):
     """Return a checkpoint's content in the form that the version of 2026-11-23 wrote."""
-    old = {name: content[name] for name in ("step", "gpt_config", "encoding", "constants", "data",
-                                            "code", "optimizers", "scaler")}
-    old["numbers"] = {"step": content["step"], "minutes": content["minutes"]}
-    old["model"], old["trained"] = content["eval_model"], content["raw_model"]
+    state = content["state"]
+    old = {name: content[name] for name in ("gpt_config", "encoding", "constants", "data", "code")}
+    old |= {name: state[name] for name in ("step", "optimizers", "scaler")}
+    old["numbers"] = {"step": state["step"], "minutes": state["minutes"]}
+    old["model"], old["trained"] = content["eval_model"], state["raw_model"]
     old["optimizer_names"] = [optimizer.pop("class") for optimizer in old["optimizers"]]
     for optimizer in old["optimizers"]:
         for group in optimizer["param_groups"]:
-            del group["as_built"]
+            del group["in_code"], group["initial_lr"]
     return old
 
 def test_checkpoints_of_an_earlier_version_continue(folder, finished):
@@ -440,7 +439,7 @@ def test_tokens_of_shorter_rows_are_counted(folder):
     run = succeed(Forked(folder / "short", max_steps=15, arrange={short_rows: 4}))
     expected = 10 * 128 // 4 + 5 * 128
     assert t.read_run(run.log_dir)["result"]["tokens"] == expected
-    assert load(run.log_dir / "checkpoint_00015.pt")["tokens"] == expected
+    assert load(run.log_dir / "checkpoint_00015.pt")["state"]["tokens"] == expected
 
 def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_reported():
     """Each trainable parameter must be in one group, and each parameter must be finite.
@@ -505,7 +504,7 @@ def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_never
     new = t.build_model(cfg, encoding).state_dict()
     for name, weight in saved["eval_model"].items():
         assert torch.equal(exported[name], weight)
-        assert torch.equal(saved["raw_model"][name], weight) == (".wpe." in name), name
+        assert torch.equal(saved["state"]["raw_model"][name], weight) == (".wpe." in name), name
         assert torch.equal(new[name], weight) == (".wpe." in name), name
 
 def test_a_growing_batch_needs_an_edit_of_rows_before_only(monkeypatch, tmp_path, capsys):
@@ -526,7 +525,7 @@ def test_a_growing_batch_needs_an_edit_of_rows_before_only(monkeypatch, tmp_path
         run.cfg = dataclasses.replace(cfg, B=3)
         t.train_step(run)
     run.cfg, run.state.step, run.step_seconds = cfg, 3, [2.0]
-    t.report_step(run, 1.0, 1.0)
+    t.report_step(run, run.state.step - 1, 1.0, 1.0)
     assert f" {12 * 32 // 2} tok/s" in capsys.readouterr().out
     figure = pytest.importorskip("matplotlib.figure")
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, file, **_: seen.append(self))

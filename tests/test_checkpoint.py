@@ -151,12 +151,13 @@ def test_training_goes_on_while_a_save_is_written(tmp_path, monkeypatch):
     again, _ = t.copy_to_host({"model": [weight]}, buffers)
     assert again["model"][0] is first and first.all()
     seen = mock.MagicMock()
-    folder.last_save, folder.log, folder.thread = seen.saving, seen.log, seen.thread
+    folder.last_save, folder.log, folder.executor = seen.saving, seen.log, seen.executor
     monkeypatch.setattr(t, "copy_to_host", lambda *args: (seen.copy(*args), {}))
     monkeypatch.setattr(t.os, "fsync", seen.fsync)
-    folder.save(mock.MagicMock(step=5, **{"state_dict.return_value": {}}))
+    monkeypatch.setattr(t, "checkpoint_of", lambda state, cfg, fingerprint: {"state": {}})
+    folder.save(mock.MagicMock(step=5))
     calls = [name for name, *_ in seen.mock_calls if "__" not in name]
-    assert calls == ["saving.result", "log.fileno", "fsync", "copy", "thread.submit"]
+    assert calls == ["saving.result", "log.fileno", "fsync", "copy", "executor.submit"]
 
 def test_a_checkpoint_is_verified_before_it_is_renamed(tmp_path, capsys):
     """If a new checkpoint cannot be read back, a line says so, and earlier ones are kept.
@@ -166,15 +167,15 @@ def test_a_checkpoint_is_verified_before_it_is_renamed(tmp_path, capsys):
     for step in (5, 8, 10):
         (tmp_path / f"checkpoint_{step:05d}.pt").touch()
     before, folder = names(tmp_path), t.RunFolder(t.Config(log_dir=str(tmp_path)), "data")
-    content = {"step": 15, "raw_model": {"weight": torch.zeros(2**17)}}
+    content = {"state": {"step": 15, "raw_model": {"weight": torch.zeros(2**17)}}}
     with mock.patch.object(torch, "save", lambda content, file: file.write(b"damaged")):
         folder.write_checkpoint(content)
     assert names(tmp_path) == before and folder.reproducible_step != 15
     assert "NOT SAVED at step 15" in capsys.readouterr().out
     threads = set(Path("/proc/self/task").glob("*"))  # empty except on Linux
-    folder.thread.submit(folder.write_checkpoint, content).result()
+    folder.executor.submit(folder.write_checkpoint, content).result()
     assert len(set(Path("/proc/self/task").glob("*")) - threads) <= 1
-    folder.thread.shutdown()
+    folder.executor.shutdown()
     assert folder.reproducible_step == 15
     assert names(tmp_path) == ["checkpoint_00010.pt", "checkpoint_00015.pt"]
 
@@ -303,8 +304,8 @@ def test_the_checkpoint_before_a_damaged_one_is_used(halfway, reference, tmp_pat
     folder, marker, bomb = halfway("damaged"), tmp_path / "the bomb went off", io.BytesIO()
     newest = folder / "checkpoint_00013.pt"
     content = newest.read_bytes()
-    torch.save(load(newest) | {"raw_model": Bomb(marker)}, bomb)
-    table = load(newest)["raw_model"]["transformer.wte.weight"].numpy().tobytes()
+    torch.save(load(newest) | {"eval_model": Bomb(marker)}, bomb)
+    table = load(newest)["eval_model"]["transformer.wte.weight"].numpy().tobytes()
     flipped = content.replace(table, table[:-1] + bytes([table[-1] ^ 1]))  # one bit of a weight
     for damaged in (b"", bytes(len(content)), content[:-100], pickle.dumps(Bomb(marker)),
                     bomb.getvalue(), flipped):
@@ -374,8 +375,9 @@ def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
     stop = {"signal_at": (signal.SIGTERM, 22)}
     run = succeed(Forked(place / "minutes", arrange={clock: 0.5} | stop, **words))
     stopped = load(run.log_dir / "checkpoint_00023.pt")
-    assert (stopped["step"], stopped["tokens"]) == (23, 23 * 128)
-    assert stopped["minutes"] == pytest.approx(22 * 0.5 / 60)  # the first step does not count
+    assert (stopped["state"]["step"], stopped["state"]["tokens"]) == (23, 23 * 128)
+    # The first step does not count
+    assert stopped["state"]["minutes"] == pytest.approx(22 * 0.5 / 60)
     assert f"{STEPS} steps fit into 0.25 minutes. " in run.out
     assert f"use --max_steps={STEPS}\n" in run.out
     succeed(Forked(run.log_dir, arrange={clock: 99.0}, **words))
@@ -417,7 +419,7 @@ def test_a_changed_constant_is_refused_with_both_values(reference):
         assert f"{name} was {getattr(cfg, name)!r}, is {value!r}" in str(e.value)
         assert str(e.value).count(" was ") == 1 and "--log_dir" in str(e.value)
     t.check_same_training(saved, dataclasses.replace(cfg, max_steps=40), data)
-    saved["step"] = 20  # max_steps cannot become smaller, even before the run reaches it
+    saved["state"]["step"] = 20  # max_steps cannot become smaller, even before the run reaches it
     with pytest.raises(t.UserError, match="max_steps was 30, is 29"):
         t.check_same_training(saved, dataclasses.replace(cfg, max_steps=29), data)
     with pytest.raises(t.UserError, match=f"data was '{re.escape(data)}', is 'another'"):

@@ -156,5 +156,5 @@ def test_a_training_in_each_dtype_is_near_the_exact_one(tmp_path, dtype):
     a, b = read_log(exact.log_dir), read_log(run.log_dir)
     # Equal losses would mean that products are still computed in float32.
     assert a.keys() == b.keys() and 0 < max(abs(a[key] - b[key]) for key in a) < 0.05
-    scaler = load(run.log_dir / "checkpoint_00030.pt")["scaler"]
+    scaler = load(run.log_dir / "checkpoint_00030.pt")["state"]["scaler"]
     assert (dtype == "float16") == bool(scaler and scaler["scale"] > 0)

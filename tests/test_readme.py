@@ -52,7 +52,7 @@ OPTIONS = {
 OTHER_PROGRAMS = {".", "cd", "git", "tail", "scontrol", "head", "kill"}
 
 def check_constant(script, word):
-    """Raise AssertionError if --name=value is not a flag of a script, or has an impossible value."""
+    """Raise AssertionError if a script has no such flag, or if the value is impossible."""
     name, _, value = word.removeprefix("--").partition("=")
     if word == "--help":
         return

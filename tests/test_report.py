@@ -108,7 +108,7 @@ def test_the_numbers_of_a_step(monkeypatch, capsys):
     """
     run = step_399(monkeypatch)
     t.report(run, 399, "gate", 0.5)
-    t.report_step(run, 2.5, 0.75)
+    t.report_step(run, 399, 2.5, 0.75)
     assert capsys.readouterr().out == (
         "  399/1000 gate 0.5000\n"
         "  399/1000 train 2.5000 lr 4.00e-04 norm 0.75 2000 ms 1,000 tok/s 0:10:00 left\n")
@@ -117,7 +117,7 @@ def test_the_numbers_of_a_step(monkeypatch, capsys):
     run.folder.log.write.side_effect = OSError("No space left")
     for every in (2, 0):
         run.cfg = dataclasses.replace(run.cfg, print_every=every)
-        t.report_step(run, 2.5, 0.75)
+        t.report_step(run, 399, 2.5, 0.75)
         assert capsys.readouterr().out == ""
         t.report(run, 399, "val", 2.5, note=" (bits)", print_always=True)
         assert capsys.readouterr().out == "  399/1000 val 2.5000 (bits)\n"
@@ -139,8 +139,8 @@ def test_slow_steps_are_reported_in_one_line(monkeypatch, capsys):
         t.warn_of_slow_steps(run)
     assert capsys.readouterr().out == ""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
-    t.report_step(run, 2.5, 0.75)
-    t.report_step(run, 2.5, 0.75)
+    t.report_step(run, 399, 2.5, 0.75)
+    t.report_step(run, 399, 2.5, 0.75)
     slow = [line for line in capsys.readouterr().out.splitlines() if "train" not in line]
     assert len(slow) == 1 and "2.5 times as long" in slow[0] and "OMP_NUM_THREADS=1" in slow[0]
 
@@ -151,13 +151,13 @@ def test_processes_agree_on_a_step(monkeypatch):
     """
     mine = torch.tensor(2.5), torch.tensor(0.75)
     step_399(monkeypatch)
-    assert t.all_gather(*mine, signal_came=True) == [[2.5], [0.75], [1]]
+    assert t.gather_from_ranks(*mine, signal_came=True) == [[2.5], [0.75], [1]]
     run = step_399(monkeypatch, (3.5, 0.7500001, 1.0), (6.0, 0.75, 0.0))
-    losses, norms, signals = t.all_gather(*mine, signal_came=False)
+    losses, norms, signals = t.gather_from_ranks(*mine, signal_came=False)
     assert losses == [2.5, 3.5, 6.0] and signals == [0, 1, 0]
-    t.check_step(run, losses, norms)
+    t.check_step(run, 399, losses, norms)
     with pytest.raises(t.UserError, match="step 399 .*0.75 .*0.7501.* different models"):
-        t.check_step(run, losses, [0.75, 0.7501, 0.75])
+        t.check_step(run, 399, losses, [0.75, 0.7501, 0.75])
     assert "different models" in run.folder.write_run.call_args.args[0]["failed"]
 
 @pytest.mark.parametrize("loss, norm, float16, ends", [
@@ -175,7 +175,7 @@ def test_a_run_that_no_longer_learns_is_ended(monkeypatch, loss, norm, float16, 
     suspects = ["--max_lr", "vocabulary", "zeros", "float16", "edit", "CUDNN", "--init_from=log/"]
     said = f"Step 399 has loss {loss:g} and .* norm {norm:g}.*" + ".*".join(suspects)
     with pytest.raises(t.UserError, match=said) if ends else contextlib.nullcontext():
-        t.check_step(run, [loss], [norm])
+        t.check_step(run, 399, [loss], [norm])
     assert bool(run.folder.write_run.call_args_list) == ends  # it writes {"failed": ...}
 
 def test_the_first_lines_show_epochs_and_optimizer_groups():
@@ -184,7 +184,8 @@ def test_the_first_lines_show_epochs_and_optimizer_groups():
     run = MagicMock(cfg=cfg)
     run.train_loader.rows_per_epoch, run.state.step = 16, 10
     run.state.raw_model, run.state.optimizers = model, t.configure_optimizers(model, cfg)
-    out = t.description(run, torch.float32, compiled=False, saved={})
+    run.device = torch.device("cpu")
+    out = t.description(run, saved=None)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     assert "10 steps of 4,096 tokens, 2.50 epochs" in out and "This run is finished" in out
     assert re.search(r"(\S+) in 10 tensors by AdamW with decay 0.1; 896 in 18 tensors by AdamW "
@@ -195,7 +196,7 @@ def test_only_the_newest_plot_is_drawn_after_a_slow_save(tmp_path, monkeypatch):
     pytest.importorskip("matplotlib")
     folder, hold = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data"), Future()
     monkeypatch.setattr(t, "plot_curves", plot_curves := mock.Mock())
-    folder.thread.submit(hold.result)  # in place of a slow save
+    folder.executor.submit(hold.result)  # in place of a slow save
     for _ in range(5):
         folder.plot()
     hold.set_result(None)

@@ -207,23 +207,23 @@ def test_rank_0_downloads_hellaswag_for_all_processes(monkeypatch, capsys):
     question, seen = dict(ctx="a w", endings=[*"bcde"], label=0), []
     model, encoding = small(), t.get_encoding("bytes")
     monkeypatch.setattr(hellaswag, "iterate_examples", get := mock.Mock(return_value=[question]))
-    questions = t.hellaswag_questions(t.Config(), model, encoding)
+    questions = t.prepared_hellaswag(t.Config(), model, encoding)
     assert questions.batches[0][1].max() == ord("w")  # encoded as bytes; "w" is the largest
     get.side_effect = t.UserError("no network today")
     for cfg in (t.Config(), t.Config(hellaswag_every=0)):
-        assert t.hellaswag_questions(cfg, model, encoding) is None
+        assert t.prepared_hellaswag(cfg, model, encoding) is None
     assert capsys.readouterr().out == "HellaSwag is off: no network today\n"
     monkeypatch.setattr(hellaswag, "rank_and_world_size", lambda: (1, 2))
     monkeypatch.setattr(hellaswag.dist, "broadcast_object_list",
                         lambda values: seen.append(values[0]) or values.__setitem__(0, [question]))
     get.reset_mock()
-    assert t.hellaswag_questions(t.Config(), model, encoding).labels.tolist() == [0]
+    assert t.prepared_hellaswag(t.Config(), model, encoding).labels.tolist() == [0]
     assert seen == [[]] and not get.called
     score = hellaswag.Score(acc=0.2, acc_norm=0.3, total=1, cut=0)
     monkeypatch.setattr(hellaswag, "evaluate", evaluate := mock.Mock(return_value=score))
     run = MagicMock()
     assert t.hellaswag_score(run) == 0.3 and run.autocast().__enter__.called
-    evaluate.assert_called_once_with(run.state.eval_model, run.questions)
+    evaluate.assert_called_once_with(run.state.eval_model, run.hellaswag)
 
 def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
     """A step is saved before it is evaluated, so that an evaluation that fails costs no steps.
@@ -244,7 +244,8 @@ def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
         monkeypatch.setattr(t, name, lambda *_, name=name, **__: seen.append(name))
     monkeypatch.setattr(t, "hellaswag_score", lambda run: seen.append("hellaswag"))
     monkeypatch.setattr(t, "train_step", train_step)
-    monkeypatch.setattr(t, "all_gather", lambda loss, norm, _: ([loss], [norm], [state.step == 9]))
+    monkeypatch.setattr(
+        t, "gather_from_ranks", lambda loss, norm, _: ([loss], [norm], [state.step == 9]))
     monkeypatch.setattr(t, "report", lambda run, step, stream, *_, **__: seen.append(stream))
     t.train(run)
     evaluated, hella = ["save", "validate"], ["hellaswag", "hella"]
