@@ -130,6 +130,32 @@ FINETUNE = dict(
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
     sample_tokens=100, save_every=10, keep_every=0, log_dir="log_finetune")
 
+# ---- Initial weights. Each one is a function of the seed and of its name, so adding a layer does
+# not change the initial weights of the other layers. The name of a weight is known only after the
+# whole GPT has been built. Until then the weight holds a placeholder
+PLACEHOLDER = 2.0**17  # no real weight is this large
+
+def draw_later(layer, std=0.02):
+    """Let init_weights() draw a layer's weight from Normal(0, std). Set its bias to 0."""
+    nn.init.constant_(layer.weight, PLACEHOLDER)
+    layer.weight.init_std = std
+    if getattr(layer, "bias", None) is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+@torch.no_grad()
+def init_weights(model):
+    """Draw the weights of all layers that were given to draw_later().
+
+    Entries that a module has set to other values after calling draw_later() are kept. A weight that
+    was scaled or copied before this function drew it is reported by check_parameters().
+    """
+    for name, p in model.named_parameters():  # lists lm_head.weight as transformer.wte.weight
+        if hasattr(p, "init_std"):
+            generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
+            drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
+            p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
+
 # ---- GPT-2
 @dataclass
 class GPTConfig:
@@ -158,32 +184,6 @@ class GPTConfig:
 def padded(n_vocab):
     """Return n_vocab rounded up to a multiple of 128, since GPUs multiply such sizes faster."""
     return math.ceil(n_vocab / 128) * 128
-
-# ---- Initial weights. Each one is a function of the seed and of its name, so adding a layer does
-# not change the initial weights of the other layers. The name of a weight is known only after the
-# whole GPT has been built. Until then the weight holds a placeholder
-PLACEHOLDER = 2.0**17  # no real weight is this large
-
-def draw_later(layer, std=0.02):
-    """Let init_weights() draw a layer's weight from Normal(0, std). Set its bias to 0."""
-    nn.init.constant_(layer.weight, PLACEHOLDER)
-    layer.weight.init_std = std
-    if getattr(layer, "bias", None) is not None:
-        nn.init.zeros_(layer.bias)
-    return layer
-
-@torch.no_grad()
-def init_weights(model):
-    """Draw the weights of all layers that were given to draw_later().
-
-    Entries that a module has set to other values after calling draw_later() are kept. A weight that
-    was scaled or copied before this function drew it is reported by check_parameters().
-    """
-    for name, p in model.named_parameters():  # lists lm_head.weight as transformer.wte.weight
-        if hasattr(p, "init_std"):
-            generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
-            drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 Norm = nn.LayerNorm  # the class of all norms in the model: edit this line to try a different one
 

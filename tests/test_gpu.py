@@ -240,7 +240,7 @@ def test_each_gpu_trains_in_the_dtype_that_it_is_fast_in(folder, capability, dty
     assert f"1 x cuda, {dtype}, compile={compiled}," in run.out
     compilations = [graphs for *_, graphs in counts(folder / f"counts {capability}.0")]
     assert compilations == [compiled] * 2
-    scaler = load(run.log_dir / "checkpoint_00003.pt")["scaler"]
+    scaler = load(run.log_dir / "checkpoint_00003.pt")["state"]["scaler"]
     assert bool(scaler) == (dtype == "float16") and (not scaler or scaler["scale"] > 1)
 
 # ---- the simulated GPU itself
