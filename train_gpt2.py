@@ -23,6 +23,7 @@ import ast
 import contextlib
 import ctypes
 import datetime
+import gc
 import importlib.util
 import inspect
 import json
@@ -810,8 +811,8 @@ def numbers_to_continue(saved, in_code):
                  if name not in in_code or number != in_old_code.get(name, number)}
     return saved | in_code | continued | {"in_code": in_code}
 
-# ---- Reading checkpoints. Files may be damaged, or may come from an older version of this script.
-# They may contain code, so arbitrary objects are not loaded
+# ---- Reading a run's folder. Files may be damaged, or may come from an older version of this
+# script. They may contain code, so arbitrary objects are not loaded
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder, the newest first."""
     paths = Path(folder).glob("checkpoint_*.pt")
@@ -905,6 +906,7 @@ def read_streams(folder):
         streams[stream].append((int(step), float(value)))
     return streams
 
+# ---- The checksum of the code. It shows whether edited code resumes a run or reads its weights
 @lru_cache  # first called when main() starts, because the file may be edited during the run
 def code_checksum():
     """Return a CRC-32 of the code that a run depends on, without comments.
@@ -1833,6 +1835,8 @@ def steps_that_fit(cfg, build):
         loss.item()  # waits for the GPU
         seconds.append(time.perf_counter() - start)
     seconds = sum_over_ranks(torch.tensor(seconds, device=run.device)) / world_size()  # (20,)
+    del run
+    gc.collect()  # a compiled model is part of a reference cycle, which would keep its memory
     steps = int(60 * cfg.minutes / seconds.median().item())
     if steps <= cfg.warmup_steps:
         raise UserError(f"Only {steps} steps fit into minutes={cfg.minutes:g}, which is not more "

@@ -1,7 +1,7 @@
-"""The harness of all tests: paths and shared data, tiny trainings, runs in processes of their own.
+"""Helpers and fixtures that all tests share: paths, data, tiny training runs, and a local hub.
 
-Importing torch and transformers takes seconds. So most runs of train_gpt2.py are forked off one
-process that has imported them; some are started as a user would.
+Importing torch and transformers takes seconds. Most runs of train_gpt2.py are therefore forked from
+one process that has already imported them. Other runs start the script in the way that a user does.
 """
 import hashlib
 import http.server
@@ -30,8 +30,9 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("GPT2_SHARED", ROOT.parent / "shared"))
 sys.path.insert(0, str(ROOT))
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "GIT_OPTIONAL_LOCKS": "0"}
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as in the background of a shell script
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # or tests' processes inherit it
+# A shell script ignores SIGINT in its background jobs. Processes of the tests would inherit that
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 TINY = dict(
     encoding="bytes", n_layer=1, n_head=2, n_embd=16, T=16, B=4, total_batch_size=128,
     optimizer="adamw", muon_lr_ratio=1.0, max_steps=30, max_lr=1e-2, warmup_steps=5,
@@ -40,14 +41,14 @@ TINY = dict(
 
 # ------------------------------------------------------- --device: CPU, GPU or simulated GPU
 DEVICES = ("cpu", "cuda", "simulated")
-DEVICE_VARIABLE = "GPT2_TEST_DEVICE"  # tells the value of --device to the processes of the tests
+DEVICE_VARIABLE = "GPT2_TEST_DEVICE"  # passes --device on to the processes of the tests
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="cpu", help="cpu (default), cuda or simulated: where the "
-                     "tests train; simulated GPUs need no GPU (tests/simulated_gpu.py)")
+    parser.addoption("--device", default="cpu", help="the device that the tests train on: "
+                     "cpu (default), cuda, or simulated, which needs no GPU")
 
 def pytest_configure(config):
-    """Prepare the device, and start the process that runs are forked off."""
+    """Prepare the device, and start the process that runs are forked from."""
     name = config.getoption("--device")
     if name not in DEVICES:
         raise pytest.UsageError(f"--device={name} is unknown: choose cpu, cuda or simulated.")
@@ -58,24 +59,27 @@ def pytest_configure(config):
     if is_real_gpu():
         import torch
         if not torch.cuda.is_available():
-            raise pytest.UsageError(f"--device=cuda: torch {torch.__version__} sees no GPU here; "
-                                    "--device=simulated needs none.")
+            raise pytest.UsageError(f"--device=cuda: torch {torch.__version__} sees no GPU here. "
+                                    "--device=simulated needs no GPU.")
     preload = ["conftest", "filelock", "transformers.models.gpt2.modeling_gpt2", "torch._dynamo",
-               "train_gpt2"]  # optimizers import _dynamo
+               "train_gpt2"]  # torch.optim imports torch._dynamo
     FORKS.set_forkserver_preload(preload)
-    start_forkserver()  # it imports while pytest collects
+    start_forkserver()  # it imports these packages while pytest collects the tests
 
 def use_device(name):
-    """Train on this device in this process and in those that it starts. Raises CannotSimulate."""
+    """Let this process, and all processes that it starts, train on a device.
+
+    Raise CannotSimulate if the device is "simulated" and cannot be simulated here.
+    """
     if name == "simulated":
         simulated_gpu.start()
     if name == "cuda":
-        # The process that runs are forked off imports packages that ask for GPUs. By default this
-        # initialises CUDA, which a forked process cannot use then. NVML answers without it.
+        # The process that runs are forked from imports packages that look for GPUs. By default this
+        # initializes CUDA, and then no forked process can use it. With NVML, CUDA is not needed
         ENV["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-        # TF32 rounds factors to 10 bits: losses of different kernels would differ by about 1e-3.
+        # TF32 rounds factors to 10 bits, so losses of different kernels would differ by about 1e-3
         ENV["NVIDIA_TF32_OVERRIDE"] = os.environ["NVIDIA_TF32_OVERRIDE"] = "0"
-        # Inductor would take up to a minute in each of a hundred runs.
+        # Compilation with Inductor would take up to a minute in each of a hundred runs
         TINY["compile"] = "False"
     if name != "cpu":
         TINY["device"] = "cuda"
@@ -87,43 +91,46 @@ def is_simulated():
 def is_real_gpu():
     return ENV.get(DEVICE_VARIABLE) == "cuda"
 
-# The process that runs are forked off imports this file, and finds the device in its environment.
+# The process that runs are forked from imports this file. Its environment names the device
 use_device(os.environ.get(DEVICE_VARIABLE, "cpu"))
 
 def device_type():
-    """Return "cpu" or "cuda": where a test puts its own tensors."""
+    """Return "cpu" or "cuda", the type of device for tensors that a test makes itself."""
     return TINY["device"]
 
 def start_simulation():
-    """Return Python code that a script of a test begins with, to find the simulated GPUs."""
+    """Return Python code that starts the simulated GPUs. A test puts it in front of a script."""
     if not is_simulated():
         return ""
     return (f"import sys; sys.path.append({str(ROOT / 'tests')!r})\n"
             "import simulated_gpu; simulated_gpu.start()\n")
 
 def need_gpus(number):
-    """Skip the test if it runs on GPUs and there are not so many."""
+    """Skip the test if it runs on real GPUs and needs more of them than there are."""
     if is_real_gpu():
         import torch
         found = torch.cuda.device_count()
         if found < number:
-            pytest.skip(f"{number} processes need {number} GPUs, and there are {found}")
+            pytest.skip(f"{number} processes need {number} GPUs, but there are {found}")
 
 def flags(folder=None, **changes):
-    """The command line of a tiny training; of text.txt beside `folder`, its log_dir."""
+    """Return the flags of a tiny training run.
+
+    If its log_dir, `folder`, is given, the run trains on text.txt in the parent of that folder.
+    """
     constants = TINY | changes
     if folder:
         constants = dict(data=Path(folder).parent / "text.txt", log_dir=folder) | constants
     return [f"--{name}={value}" for name, value in constants.items()]
 
 def write_text(folder, size=50_000):
-    """text.txt for tiny trainings."""
+    """Write text.txt, which tiny runs train on. Return its path."""
     path = Path(folder, "text.txt")
     path.write_bytes((ROOT / "input.txt").read_bytes()[:size])
     return path
 
 def shared(name):
-    """Path of `name` in the shared data, or a skip when this machine has none."""
+    """Return the path of `name` in the shared data. Skip the test if this machine lacks it."""
     path = SHARED / name
     if not path.exists():
         pytest.skip(f"no shared data at {path}")
@@ -131,21 +138,22 @@ def shared(name):
 
 @pytest.fixture(scope="session")
 def gpt2_encoding():
-    """tiktoken's GPT-2 encoding, or a skip that says why it is missing."""
+    """Return tiktoken's GPT-2 encoding. Skip the test if it cannot be loaded, and say why."""
     import tiktoken
     try:
         return tiktoken.get_encoding("gpt2")
-    except Exception as e:  # tiktoken raises whatever its download raised: requests', OSError, ...
-        pytest.skip(f"GPT-2 vocabulary not at hand ({type(e).__name__}); set TIKTOKEN_CACHE_DIR")
+    except Exception as e:  # the error depends on how the download failed
+        pytest.skip(f"tiktoken cannot load the GPT-2 vocabulary ({type(e).__name__}). Set "
+                    "TIKTOKEN_CACHE_DIR to a folder that contains it.")
 
 @pytest.fixture(scope="session")
 def is_gpt2(tmp_path_factory):
-    """What holds for GPT-2 alone is skipped where the model was edited into another."""
+    """Skip the test if the model was edited and is no longer GPT-2."""
     import torch
     import train_gpt2 as t
     pytest.importorskip("transformers", reason="transformers is not installed")
     model = t.GPT(t.GPTConfig(vocab_size=384, n_layer=2, n_head=2, n_embd=32, n_vocab=257))
-    for p in model.parameters():  # large, so that each part of the model shows
+    for p in model.parameters():  # large values, so that every part affects the logits
         p.data += 0.2 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
     try:
         t.save_hugging_face(model, tmp_path_factory.mktemp("hf"))
@@ -154,20 +162,23 @@ def is_gpt2(tmp_path_factory):
 
 @pytest.fixture
 def one_thread():
-    """Models as small as the tests' are not worth threads, which wait for each other."""
+    """Use one thread. Several threads would slow such small models down."""
     import torch
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
-# ------------------------------------------------------------------- a stand-in for the hub
+# ------------------------------------------------------------------- a local hub
 class Hub(http.server.ThreadingHTTPServer):
-    """As much of huggingface.co as `datasets` and hf_hub_download ask of dataset repositories.
+    """A local server in place of huggingface.co.
 
-    files: {repository: {path: bytes}}, the same in every revision. log: (method, path, the Range
-    header or None) of each request. fail: a function of path and Range that gives the HTTP
-    status to fail with, or None. revision: the commit that every revision's name stands for.
+    It implements the part of the API that `datasets` and hf_hub_download use for datasets.
+
+    files: {repository: {path: bytes}}, the same in every revision. log: (method, path, Range header
+    or None) of each request. fail: a function of (path, Range header or None) that returns the HTTP
+    status of a failure, or None to answer normally. revision: the hash of the commit that every
+    revision name refers to.
     """
     daemon_threads = True
 
@@ -185,7 +196,7 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         asked = re.fullmatch(r"/(?:api/)?datasets/(.+?)(?:/(resolve|tree|revision)/[^/]+/?(.*))?",
                              path)
-        if not asked:  # the client wonders about other things as well
+        if not asked:  # the client also makes requests that do not matter here
             return self.answer(b"", 404)
         path, span = urllib.parse.unquote(path), self.headers.get("Range")
         self.server.log.append((self.command, path, span))
@@ -206,7 +217,7 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def do_POST(self):
-        """paths-info: what is known of these paths."""
+        """Answer a paths-info request with the entries of the given paths."""
         text = self.rfile.read(int(self.headers["Content-Length"])).decode()
         self.server.log.append((self.command, self.path, None))
         form = json.loads(text) if text.startswith("{") else urllib.parse.parse_qs(text)
@@ -254,24 +265,27 @@ class HubRequest(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def hub(tmp_path_factory):
-    """A Hub of its own for each test, with an empty cache."""
+    """Start a new Hub, with an empty cache, for each test."""
     with Hub(tmp_path_factory.mktemp("hf_home")) as server:
         threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         yield server
         server.shutdown()
 
-# ------------------------------------------------------------------------ looking at results
+# ------------------------------------------------------------------------ comparing results
 def one_line(stderr, *parts):
-    """Assert that a failing script said one line on stderr, with these parts. Returns it."""
+    """Assert that stderr is one line of a script that failed, with these parts. Return it."""
     assert re.match(r"\w+\.py: ", stderr) and stderr.count("\n") == 1, stderr
     for part in parts:
         assert str(part) in stderr, stderr
     return stderr
 
-STREAMS = ("train", "val", "hella")  # of other streams, which an edit may add, tests know nothing
+STREAMS = ("train", "val", "hella")  # an edit may add other streams, which tests ignore
 
 def read_log(folder):
-    """{(step, stream): value} of log.txt, each line there once and in the order of steps."""
+    """Return {(step, stream): value} of log.txt.
+
+    Assert that no line occurs twice, and that the lines are in the order of their steps.
+    """
     lines = [line.split() for line in Path(folder, "log.txt").read_text().splitlines()]
     lines = [line for line in lines if line[1] in STREAMS]
     values = {(int(step), stream): float(value) for step, stream, value in lines}
@@ -280,24 +294,27 @@ def read_log(folder):
     return values
 
 def lines_of_log(folder):
-    """Those of log.txt that hold no times."""
+    """Return the lines of log.txt, except those that hold times."""
     lines = Path(folder, "log.txt").read_bytes().splitlines(keepends=True)
     return [line for line in lines if b" minutes " not in line]
 
 def assert_close_logs(a, b):
-    """The same lines with losses equal to 1e-5; each a folder or what read_log() returned.
+    """Assert that two logs have the same lines, with losses that are equal to 1e-5.
 
-    On a GPU 1e-3 is allowed: another B or another number of processes may select other kernels,
-    whose rounding differs, and thirty steps at a learning rate of 1e-2 amplify the difference.
+    a, b: folders, or what read_log() returned for them.
+
+    On a GPU 1e-3 is allowed. Another B or another number of processes may select other kernels,
+    which round differently, and thirty steps at a learning rate of 1e-2 amplify the difference.
     """
     a, b = (log if isinstance(log, dict) else read_log(log) for log in (a, b))
     assert a.keys() == b.keys()
     assert max(abs(a[key] - b[key]) for key in a) <= (1e-3 if is_real_gpu() else 1e-5)
 
 def assert_same_logs(a, b):
-    """Two folders' logs are the same to the last digit, but for lines that hold times.
+    """Assert that the logs of two folders are the same to the last digit, except for times.
 
-    Some kernels of a GPU add up in an order that changes, so there the losses are close only.
+    On a GPU, assert only that the losses are close. Some GPU kernels add up numbers in an order
+    that varies.
     """
     if is_real_gpu():
         assert_close_logs(a, b)
@@ -309,11 +326,11 @@ def load(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 def assert_same(a, b):
-    """Two checkpoints' contents are the same bit for bit; their folders may differ.
+    """Assert that two checkpoints are the same bit for bit. Their folders may differ.
 
-    On a GPU only their names and steps are compared. Some kernels add up in an order that changes,
-    and where a gradient would be zero, Adam turns what remains of it into a step of full length.
-    assert_same_logs() shows that the models are as good as equal.
+    On a GPU, compare only names and steps. Some GPU kernels add up numbers in an order that varies,
+    and if the exact gradient is zero, Adam turns its rounding error into a step of full length. In
+    this case assert_same_logs() shows that the models are nearly equal.
     """
     import torch
     assert a.keys() == b.keys() and (a["encoding"], a["data"]) == (b["encoding"], b["data"])
@@ -331,43 +348,47 @@ def assert_same(a, b):
         torch.testing.assert_close(one["state"], other["state"], rtol=0, atol=0)
 
 def until(condition, timeout=180, run=None):
-    """Wait for condition() to hold; fail after `timeout` seconds, or when `run` has ended."""
+    """Wait until condition() holds. Fail after `timeout` seconds, or when `run` has ended."""
     end = time.monotonic() + timeout
     while not condition():
         ended = run is not None and run.ended() and not condition()
-        assert time.monotonic() < end and not ended, f"in vain: {run and (run.out, run.err)}"
+        assert time.monotonic() < end and not ended, (
+            f"the condition did not become true: {run and (run.out, run.err)}")
         time.sleep(0.01)
 
-# ------------------------------------------------------------------- as a user starts scripts
+# ------------------------------------------------------------------- starting scripts
 def run_command(command, cwd, env, timeout):
     return subprocess.run(command, cwd=cwd, env=env, timeout=timeout, capture_output=True,
                           text=True, encoding="utf-8", errors="replace")
 
 def run_script(script, *args, cwd=None, env=None, timeout=180):
-    """`python <script> ...`; returns the CompletedProcess with text output."""
+    """Run `python <script> ...` as a user does. Return the CompletedProcess with text output."""
     simulation = [str(ROOT / "tests" / "simulated_gpu.py")] if is_simulated() else []
     command = [sys.executable, *simulation, str(ROOT / script), *map(str, args)]
     return run_command(command, cwd, {**os.environ, **(env or {})}, timeout)
 
 def run_python(code, *args, cwd=None, env=None, timeout=180):
-    """`python -c <code> ...` with the project's scripts to import, one thread each."""
+    """Run `python -c <code> ...` with one thread. The code can import the project's scripts."""
     command = [sys.executable, "-c", code, *map(str, args)]
     return run_command(command, cwd, ENV | {"PYTHONPATH": str(ROOT)} | (env or {}), timeout)
 
 FORKS = multiprocessing.get_context("forkserver")
 
 def start_forkserver():
-    """Unless it runs: the process to fork off, which imports what takes seconds."""
+    """Start the process that runs are forked from, unless it is running already."""
     with patch.dict(os.environ, ENV):
         os.environ |= {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}", "HF_HUB_OFFLINE": "1",
                        "HF_HOME": f"{tempfile.gettempdir()}/no_hf_home_{os.getpid()}"}
         forkserver.ensure_running()
 
 class Forked:
-    """train_gpt2.py in a forked process: pid, out and err so far, wait() for its exit status.
+    """A run of train_gpt2.py in a forked process.
 
-    arrange: {method of Arrange, or a function like them: its argument, or a tuple of them}.
-    hide: packages that the process cannot import; these two take seconds.
+    pid is its process id, and out and err are its output so far. wait() returns its exit status.
+
+    arrange: {action: argument, or a tuple of arguments}. An action is the name of a method of
+    Arrange, or a function that gets an Arrange and the arguments. hide: packages that the process
+    cannot import. The default ones would take seconds to import.
     """
     outputs, numbers = None, itertools.count()
 
@@ -401,7 +422,7 @@ class Forked:
         return "State:\tT" in Path(f"/proc/{self.pid}/status").read_text()
 
     def wait_for_stop(self):
-        """Until it is at its SIGSTOP; then go_on() is the next."""
+        """Wait until SIGSTOP has stopped the process. go_on() continues it."""
         until(self.is_stopped, run=self)
 
     def go_on(self):
@@ -409,7 +430,7 @@ class Forked:
         until(lambda: self.ended() or not self.is_stopped())
 
 def run_forked(path, words, env, arrange, cwd, ascii_stdout, hide):
-    """In the forked process: be `python train_gpt2.py <words>`."""
+    """Do in the forked process what `python train_gpt2.py <words>` does."""
     for number, end in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{path}.{end}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     import train_gpt2 as t
@@ -426,18 +447,19 @@ def run_forked(path, words, env, arrange, cwd, ascii_stdout, hide):
 
 @pytest.fixture(scope="session", autouse=True)
 def forked_outputs(tmp_path_factory):
-    """Where forked runs write. None of them outlives the tests."""
+    """Make the folder for the output of forked runs. Kill the runs that the tests leave behind."""
     Forked.outputs = tmp_path_factory.mktemp("outputs")
     yield
     for process in multiprocessing.active_children():
         process.kill()
 
 def succeed(run):
+    """Wait for a run. Assert that it succeeded and wrote nothing to stderr. Return it."""
     assert run.wait() == 0 and not run.err, (run.out, run.err)
     return run
 
 def together(n, folder, **changes):
-    """n forked processes that train together; returns their exit statuses and them."""
+    """Let n forked processes train together. Return their exit statuses and the n Forked runs."""
     need_gpus(n)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
@@ -448,13 +470,13 @@ def together(n, folder, **changes):
     return [run.wait() for run in runs], runs
 
 class Arrange:
-    """What a forked process is told to do or to suffer; each method is one such thing."""
+    """Actions that a test can request in a forked process. Each method is one action."""
 
     def __init__(self, t):
         self.t = t
 
     def before(self, steps, act):
-        """act(run) before these steps."""
+        """Call act(run) before each of these steps."""
         real = self.t.train_step
 
         def train_step(run):
@@ -464,10 +486,12 @@ class Arrange:
         self.t.train_step = train_step
 
     def signal_at(self, number, *steps):
-        """Get the signal in these steps (12, 12: twice); not amid a save, which SIGSTOP would
-        stop as well."""
+        """Send this process the signal in each of these steps. With steps 12, 12, send it twice.
+
+        First wait for saves and plots in progress, which SIGSTOP would interrupt.
+        """
         def act(run):
-            run.folder.executor.submit(int).result()  # the saves and pictures before it are done
+            run.folder.executor.submit(int).result()  # runs after all saves and plots
             for _ in range(steps.count(run.state.step)):
                 os.kill(os.getpid(), number)
         self.before(steps, act)
@@ -484,7 +508,7 @@ class Arrange:
         self.t.write_whole = lambda *args, **words: (time.sleep(seconds), real(*args, **words))
 
     def poison_at(self, step):
-        """In that step the gradient is NaN."""
+        """Replace a gradient by NaN in this step."""
         def act(run):
             weight = next(run.state.raw_model.parameters())
             weight.register_hook(lambda grad: grad * math.nan)
@@ -494,6 +518,6 @@ class Arrange:
         self.before([step], MagicMock(side_effect=error))
 
     def mistake_on_rank(self, rank, step):
-        """Of all processes, that one alone meets a mistake in that step."""
+        """Raise UserError in this step, in the process of one rank only."""
         if self.t.rank() == rank:
             self.before([step], MagicMock(side_effect=self.t.UserError("A bad token.")))

@@ -1,4 +1,7 @@
-"""Devices and dtypes: what a GPU does, played on a CPU. test_gpu.py trains on GPUs."""
+"""Tests of how devices, dtypes and kernels are chosen, and of training in 16 bits.
+
+These tests need no GPU: functions of torch.cuda are replaced. test_gpu.py trains on GPUs.
+"""
 import ctypes
 import math
 import os
@@ -13,9 +16,12 @@ from test_model import ids, small, stub_run
 
 import train_gpt2 as t
 
-def test_dtype_is_what_the_hardware_is_fast_in(monkeypatch):
-    """V100 is 7.0 and T4 7.5; both emulate bfloat16 slowly, and torch says that it is there. For
-    older ones Triton has no code."""
+def test_auto_selects_the_dtype_that_the_hardware_is_fast_in(monkeypatch):
+    """GPUs below capability 8.0 use float16, and GPUs below 7.0 are not compiled for.
+
+    V100 (7.0) and T4 (7.5) only emulate bfloat16, although torch reports that they support it.
+    Triton does not support GPUs below 7.0. A given dtype or compile=True is used unchanged.
+    """
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     monkeypatch.setattr(t.importlib.util, "find_spec", found := mock.Mock(return_value="triton"))
     for capability, dtype, compiled in (
@@ -30,47 +36,52 @@ def test_dtype_is_what_the_hardware_is_fast_in(monkeypatch):
         assert t.pick_dtype("auto", cpu) == dtype
     assert t.pick_dtype("float16", cpu) == torch.float16
 
-def test_auto_is_the_fastest_device_that_processes_can_share(monkeypatch):
+def test_auto_selects_the_fastest_device_that_processes_can_share(monkeypatch):
+    """MPS is used by a single process only. On a CPU, glibc keeps freed memory."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(ctypes, "CDLL", library := mock.Mock())
     assert t.pick_device("auto") == torch.device("mps")
     monkeypatch.setattr(t, "world_size", lambda: 2)
-    assert t.pick_device("auto") == torch.device("cpu")  # where freed memory is kept
+    assert t.pick_device("auto") == torch.device("cpu")
     assert [call.args for call in library().mallopt.mock_calls] == [(-4, 0), (-1, -1)]
-    library.side_effect = OSError("libc.so.6: no such file")  # on macOS, say
+    library.side_effect = OSError("libc.so.6: no such file")  # as on macOS
     assert t.pick_device("cpu") == torch.device("cpu")
 
-def play_gpus(monkeypatch, number, error=None):
-    """So many, on which a first kernel runs or fails."""
+def fake_gpus(monkeypatch, number, error=None):
+    """Let torch.cuda report this number of GPUs, on which the first kernel may raise `error`."""
     facts = dict(is_available=True, device_count=number, get_device_name="Old", set_device=None)
     for name, value in facts.items():
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
     monkeypatch.setattr(torch, "ones", mock.Mock(side_effect=error))
     monkeypatch.setattr(torch, "set_float32_matmul_precision", mock.Mock())
 
-def test_each_process_takes_its_gpu_and_tf32(monkeypatch):
+def test_each_process_uses_its_own_gpu_with_tf32(monkeypatch):
+    """LOCAL_RANK selects the GPU. If there are fewer GPUs than processes, a message says so."""
     monkeypatch.setenv("LOCAL_RANK", "3")
-    play_gpus(monkeypatch, 4)
+    fake_gpus(monkeypatch, 4)
     assert t.pick_device("auto") == torch.device("cuda", 3)
     torch.cuda.set_device.assert_called_with(torch.device("cuda", 3))
     torch.set_float32_matmul_precision.assert_called_with("high")
-    play_gpus(monkeypatch, 2)  # fewer than processes: NCCL would only say that it is invalid usage
+    fake_gpus(monkeypatch, 2)  # NCCL itself would only report "invalid usage"
     with pytest.raises(t.UserError, match=r"no cuda:3: torch sees 2 GPU.*--nproc_per_node"):
         t.pick_device("auto")
 
-def test_a_gpu_that_torch_has_no_code_for_is_a_line(monkeypatch):
-    """Each product would fail with "no kernel image", amid a traceback."""
-    play_gpus(monkeypatch, 1)
+def test_a_gpu_that_torch_has_no_code_for_is_reported(monkeypatch):
+    """The first kernel is tried at the start. If it fails, a message names the GPU and a remedy."""
+    fake_gpus(monkeypatch, 1)
     assert t.pick_device("cuda") == torch.device("cuda", 0)
     torch.ones.assert_called_once_with(1, device=torch.device("cuda", 0))
-    play_gpus(monkeypatch, 1, torch.AcceleratorError("CUDA error: no kernel image\nFor debugging"))
+    fake_gpus(monkeypatch, 1, torch.AcceleratorError("CUDA error: no kernel image\nFor debugging"))
     said = r"fails on Old \(CUDA error: no kernel image\)\. If .* install"
     with pytest.raises(t.UserError, match=said):
         t.pick_device("cuda")
 
-def test_a_gpu_that_torch_does_not_see_is_told(tmp_path, monkeypatch, capsys):
-    """With an old driver a night's run would be on the CPU, without a reason."""
+def test_a_gpu_that_torch_does_not_see_is_reported(tmp_path, monkeypatch, capsys):
+    """If nvidia-smi is installed but torch sees no GPU, a line says why the CPU is used.
+
+    With --device=cuda the run is refused for this reason. An unknown device is refused, too.
+    """
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh")
     (tmp_path / "nvidia-smi").chmod(0o755)
     said = f"torch {re.escape(torch.__version__)} sees no GPU. Install a newer dr"
@@ -87,8 +98,11 @@ def test_a_gpu_that_torch_does_not_see_is_told(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_float16_step_that_overflowed_changes_no_weight(bad, optimizer):
-    """Wherever it did: an optimizer whose own gradients are fine must not take the others' NaN.
-    Losses are scaled up, all gradients down again; a resumed run knows by how much."""
+    """If any gradient overflows in float16, no optimizer changes its weights in this step.
+
+    Losses are scaled up, and all gradients are scaled down again. A resumed run continues with the
+    same scale.
+    """
     cfg = t.Config(optimizer=optimizer, B=4, T=32, total_batch_size=128, warmup_steps=0)
     exact = [x.item() for x in t.train_step(stub_run(small(), cfg, ids(T=33)))]
     run, seen = stub_run(small(), cfg, ids(T=33), float16=True), []
@@ -110,9 +124,13 @@ def test_a_float16_step_that_overflowed_changes_no_weight(bad, optimizer):
     assert not any(map(torch.equal, before, state.raw_model.parameters()))
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_what_each_dtype_needs(tmp_path, monkeypatch, dtype):
-    """Muon's products overflow in float16; only its losses are scaled. On a CPU flash attention is
-    slow in bfloat16 on short rows; on a GPU, cuDNN's drops out less than it is told to."""
+def test_each_dtype_gets_the_settings_that_it_needs(tmp_path, monkeypatch, dtype):
+    """The dtype decides Muon's dtype, the scaling of losses, and the kernels of attention.
+
+    In float16 the losses are scaled, and Muon computes in float32, because its products would
+    overflow. On a CPU, flash attention is off in bfloat16 with short rows, where it is slow. With
+    dropout, cuDNN's attention is off, because it drops too few values.
+    """
     monkeypatch.setattr(t, "catch_signals", mock.Mock())
     monkeypatch.setattr(t.GPT, "compile", compiled := mock.Mock())
     monkeypatch.setattr(torch.backends.cuda, "enable_flash_sdp", flash := mock.Mock())
@@ -132,7 +150,8 @@ def test_what_each_dtype_needs(tmp_path, monkeypatch, dtype):
         assert str(run.state.raw_model.lm_head(torch.ones(16)).dtype) == f"torch.{dtype}"
     run.folder.close()
 
-def test_samples_do_without_gradients_and_cudnns_attention(monkeypatch):
+def test_sampling_uses_neither_gradients_nor_cudnns_attention(monkeypatch):
+    """Other forward passes use both."""
     def forward(*args):
         seen.append((torch.backends.cuda.cudnn_sdp_enabled(), torch.is_grad_enabled()))
         return real(*args)
@@ -143,9 +162,12 @@ def test_samples_do_without_gradients_and_cudnns_attention(monkeypatch):
     assert seen == [(False, False), (True, True)]
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_training_in_each_dtype_is_near_the_exact_one(tmp_path, dtype):
-    """With samples, and stopped on the way; in float16, losses are scaled. On a GPU the model is
-    compiled in bfloat16."""
+def test_a_run_in_each_dtype_is_close_to_one_in_float32(tmp_path, dtype):
+    """The losses of a run in 16 bits are close to those in float32, but not equal to them.
+
+    The run prints samples, is stopped, and continues. In float16 its losses are scaled. On a GPU
+    the model is compiled in bfloat16.
+    """
     compiled = device_type() == "cuda" and dtype == "bfloat16"
     write_text(tmp_path)
     exact = succeed(Forked(tmp_path / "exact"))
@@ -154,7 +176,7 @@ def test_a_training_in_each_dtype_is_near_the_exact_one(tmp_path, dtype):
                      arrange={"signal_at": (signal.SIGTERM, 12)})
         assert run.wait(300) == 0 and out in run.out, run.err
     a, b = read_log(exact.log_dir), read_log(run.log_dir)
-    # Equal losses would mean that products are still computed in float32.
+    # Equal losses would mean that matrices are still multiplied in float32
     assert a.keys() == b.keys() and 0 < max(abs(a[key] - b[key]) for key in a) < 0.05
     scaler = load(run.log_dir / "checkpoint_00030.pt")["state"]["scaler"]
     assert (dtype == "float16") == bool(scaler and scaler["scale"] > 0)
