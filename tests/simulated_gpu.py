@@ -1,28 +1,28 @@
-"""GPUs for a machine without one: a device "cuda" whose tensors lie in the CPU's memory.
+"""Simulate GPUs on a machine without one: a device "cuda" whose tensors are in the CPU's memory.
 
     pytest tests --device=simulated
-    python tests/simulated_gpu.py train_gpt2.py --max_steps=20     # runs a script on them
-    SIMULATED_GPUS=2 SIMULATED_CAPABILITY=7.0 python ...           # two V100s; default: 8, 9.0
+    python tests/simulated_gpu.py train_gpt2.py --max_steps=20     # run a script on simulated GPUs
+    SIMULATED_GPUS=2 SIMULATED_CAPABILITY=7.0 python ...           # two V100s instead of 8 H100s
 
 How it works:
 - start() compiles simulated_gpu.cpp, which registers the device with PyTorch's C++ part. Each
   operator on a GPU tensor checks what a GPU would refuse and then calls the CPU's kernel. The
   library is compiled once into the temporary folder, which takes about ten seconds.
-- start() replaces the functions of torch.cuda, by which PyTorch's Python part learns about GPUs.
-- gloo takes the place of NCCL, and refuses CPU tensors as NCCL does.
+- start() replaces the functions of torch.cuda that describe GPUs to PyTorch's Python part.
+- gloo is used in place of NCCL. It refuses CPU tensors, as NCCL does.
 - torch.compile traces the model, lets DDP split it and differentiates it, as on a GPU. It then runs
   the graphs with PyTorch's operators ("aot_eager"), because Inductor's kernels need a real GPU.
-Runs therefore end with real losses. waits() and compilations() count what makes a GPU slow.
+A run therefore computes real losses. waits() and compilations() count events that slow a GPU down.
 
 What it cannot show:
 - It has no GPU kernels, so it says nothing about their rounding, their speed or their bugs.
 - Each operation is finished before its call returns, so it cannot find a read that comes too early.
-- GPU memory has no limit, and its figures are 0.
+- GPU memory has no limit, and torch.cuda reports 0 bytes in use.
 - NCCL does not run.
 
-It needs Linux, g++ and a CPU build of PyTorch. It was tried with torch 2.13. It also compiles with
-the headers of 2.11 and 2.14. Any version may change the C++ interface that it uses. If the headers
-of another version, for example 2.15, do not fit, start() says so with the compiler's first error.
+It needs Linux, g++ and a CPU build of PyTorch. It was tested with torch 2.13, and it also compiles
+with the headers of 2.11 and 2.14. Any version of PyTorch may change the C++ interface that is used
+here. If the headers do not fit, start() raises CannotSimulate with the compiler's first error.
 """
 import contextlib
 import hashlib
@@ -44,11 +44,11 @@ compiled_graphs = 0  # in this process
 
 
 class CannotSimulate(Exception):
-    """There are no simulated GPUs here. The message is one sentence that says why."""
+    """Raised if GPUs cannot be simulated on this machine. The message is one sentence."""
 
 
 def find_torch():
-    """Return the folder of an installed CPU build of torch. Raises CannotSimulate."""
+    """Return the folder of the installed torch. Raise CannotSimulate if it is no CPU build."""
     if sys.platform != "linux":
         raise CannotSimulate(f"Simulated GPUs need Linux, and this is {sys.platform}.")
     if not shutil.which("g++"):
@@ -59,7 +59,7 @@ def find_torch():
     if spec is None or spec.origin is None:
         raise CannotSimulate("Simulated GPUs need PyTorch, which is not installed.")
     folder = Path(spec.origin).parent
-    version = runpy.run_path(str(folder / "version.py"))  # importing torch would be too early
+    version = runpy.run_path(str(folder / "version.py"))  # without importing torch
     if version.get("cuda") or version.get("hip"):
         raise CannotSimulate(
             f"Simulated GPUs need a CPU build of torch, and {version['__version__']} is built for "
@@ -68,14 +68,14 @@ def find_torch():
 
 
 def build(torch_folder):
-    """Return the path of the compiled library, compiling it if needed. Raises CannotSimulate."""
+    """Return the path of the library, and compile it if needed. Raise CannotSimulate on failure."""
     parts = (SOURCE, torch_folder / "version.py")
     key = b"".join(path.read_bytes() for path in parts) + bytes(torch_folder)
     name = f"simulated_gpu_{os.getuid()}_{hashlib.sha256(key).hexdigest()[:16]}.so"
     library = Path(tempfile.gettempdir(), name)
     if library.exists():
         return library
-    # Several processes may build at once: each writes a file of its own and renames it.
+    # Several processes may compile at once, so each one writes its own file and then renames it
     unfinished = library.with_suffix(f".{os.getpid()}.part")
     include, lib = torch_folder / "include", torch_folder / "lib"
     command = ["g++", "-shared", "-fPIC", "-std=c++20", "-O1", "-w", f"-I{include}",
@@ -105,10 +105,10 @@ def silent_stderr():
 
 
 def start():
-    """Give this process its simulated GPUs. Call it before torch is imported, and once only."""
+    """Give this process simulated GPUs. Call this once, before torch is imported."""
     import ctypes
     library = build(find_torch())
-    # PyTorch warns that operators of c10d get a second kernel, which is intended.
+    # PyTorch would warn that operators of c10d get a second kernel, which is intended
     with silent_stderr():
         try:
             ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
@@ -120,9 +120,9 @@ def start():
     replace_inductor(torch)
 
 
-# ---- what the tests ask
+# ---- counters for the tests
 def waits():
-    """Return how often this process would have waited for its GPU so far."""
+    """Return how often a real GPU would have made this process wait so far."""
     import torch
     return torch.ops.simulated_gpu.waits()
 
@@ -134,7 +134,7 @@ def compilations():
 
 # ---- torch.cuda
 class Properties:
-    """What torch.cuda.get_device_properties() returns: an H100's figures."""
+    """The return value of torch.cuda.get_device_properties(), with the figures of an H100."""
     name = "Simulated GPU"
     total_memory = 85 * 10**9
     multi_processor_count = 132
@@ -162,7 +162,7 @@ def always(value):
 
 
 def replace_functions_of_torch_cuda(torch):
-    """Replace those functions that need PyTorch's CUDA part."""
+    """Replace the functions of torch.cuda that need a CUDA build of PyTorch."""
     cuda, ops = torch.cuda, torch.ops.simulated_gpu
 
     def index_of(device):
@@ -170,7 +170,7 @@ def replace_functions_of_torch_cuda(torch):
         return ops.current() if index is None else index
 
     class use_device:
-        """The context manager torch.cuda.device."""
+        """A replacement for the context manager torch.cuda.device."""
         def __init__(self, device):
             self.index = index_of(device)
 
@@ -187,14 +187,14 @@ def replace_functions_of_torch_cuda(torch):
         "current_device": lambda: ops.current(), "device": use_device,
         "get_device_properties": always(Properties()), "get_device_name": always(Properties.name),
         "get_device_capability": capability, "get_arch_list": always(["sm_75", "sm_80", "sm_90"]),
-        "is_bf16_supported": always(True),  # it is true of old GPUs, too, which emulate it
+        "is_bf16_supported": always(True),  # true also for old GPUs, which emulate bfloat16
         "synchronize": lambda device=None: ops.wait(), "empty_cache": always(None),
         "memory_allocated": always(0), "max_memory_allocated": always(0),
         "is_current_stream_capturing": always(False)}
     modules = [module for name, module in sys.modules.items() if name.startswith("torch.cuda")]
     for name, function in replaced.items():
         original = getattr(cuda, name)
-        for module in modules:  # some have imported a function from another
+        for module in modules:  # a module may have imported the function from another
             if vars(module).get(name) is original:
                 setattr(module, name, function)
     cuda.default_generators = tuple(ops.default_generator(i) for i in range(MOST_GPUS))
@@ -204,13 +204,14 @@ def replace_functions_of_torch_cuda(torch):
             return None
         bytes_on_gpu = torch.empty(storage.nbytes(), dtype=torch.uint8, device=location)
         return bytes_on_gpu.untyped_storage().copy_(storage)
-    # torch.load() asks these functions in the order of their numbers; PyTorch's own for GPUs is 20.
+    # torch.load() tries these functions in the order of their numbers. PyTorch's own function for
+    # GPUs has the number 20
     torch.serialization.register_package(15, always(None), storage_on_gpu)
 
 
 # ---- NCCL
 def refuse_cpu_tensors(collective, is_nccl):
-    """Return `collective` with the check that NCCL makes."""
+    """Return `collective` with NCCL's check that no tensor is on the CPU."""
     def checked(*args, **kwargs):
         import torch
         tensors = [*args, *kwargs.values()]
@@ -222,7 +223,10 @@ def refuse_cpu_tensors(collective, is_nccl):
 
 
 def replace_nccl(torch):
-    """Let init_process_group("nccl") use gloo, on GPU tensors only and with a GPU per process."""
+    """Let init_process_group("nccl") use gloo, with the restrictions of NCCL.
+
+    Tensors must be on GPUs, and each process must have its own GPU.
+    """
     dist = torch.distributed
     init, all_gather, groups = dist.init_process_group, dist.all_gather, []
 
@@ -248,7 +252,7 @@ def replace_nccl(torch):
 
 # ---- torch.compile
 def replace_inductor(torch):
-    """Let torch.compile count its graphs and run them with PyTorch's operators."""
+    """Let torch.compile count its graphs, and run them with PyTorch's operators."""
     compile = torch.compile
 
     def count_and_run(graph, example_inputs):

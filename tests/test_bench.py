@@ -1,4 +1,7 @@
-"""bench.py guard: when a comparison is valid. The values are played; nothing here is timed."""
+"""Tests of bench.py guard: which figures are compared with the record, and when.
+
+The tests supply all measurements, so nothing is timed.
+"""
 import re
 
 import bench
@@ -11,54 +14,58 @@ cpu2 9999 0 0 0 0 0 0 0 0 0
 intr 12345 0 0
 """
 
-class Played:
-    """Measurements of in_use(), each of which takes two seconds of a clock."""
+class FakeLoad:
+    """A load on the machine, as a list of measurements. Each takes two seconds of a fake clock."""
 
     def __init__(self, *values):
         self.values, self.seconds = list(values), 0.0
 
     def in_use(self):
-        """Return the next value; the last one is repeated."""
+        """Return the next measurement. The last one is repeated."""
         self.seconds += 2
         return self.values.pop(0) if len(self.values) > 1 else self.values[0]
 
     def wait(self):
         return bench.wait_for_free_cores(self.in_use, lambda: self.seconds)
 
-def test_free_cores_are_not_waited_for(capsys):
-    played = Played(0.1)
-    assert bench.not_valid(played.wait()) == ""
-    assert played.seconds == 2
+def test_guard_does_not_wait_if_cores_are_free(capsys):
+    load = FakeLoad(0.1)
+    assert bench.not_valid(load.wait()) == ""
+    assert load.seconds == 2
     assert capsys.readouterr().out == ""
 
-def test_a_load_that_ends_is_waited_for(capsys):
-    """One line says what is waited for, and the comparison is then valid."""
-    played = Played(1.0, 1.1, 0.9, 0.05)
-    assert bench.not_valid(played.wait()) == ""
-    assert played.seconds == 8
+def test_guard_waits_for_the_end_of_a_load(capsys):
+    """One line says what the script waits for. When the load has ended, the comparison is valid."""
+    load = FakeLoad(1.0, 1.1, 0.9, 0.05)
+    assert bench.not_valid(load.wait()) == ""
+    assert load.seconds == 8
     [line] = capsys.readouterr().out.splitlines()
     assert line.startswith("Other programs use 1.0 of ")
 
-def test_a_load_that_stays_makes_the_comparison_invalid(capsys):
-    """The wait has an end, and one line then says why the comparison is not valid."""
-    played = Played(1.0)
-    line = bench.not_valid(played.wait())
-    assert bench.WAIT_SECONDS <= played.seconds <= bench.WAIT_SECONDS + 4
+def test_a_load_that_does_not_end_makes_the_comparison_invalid(capsys):
+    """After WAIT_SECONDS the wait ends, and a line says why the comparison is not valid."""
+    load = FakeLoad(1.0)
+    line = bench.not_valid(load.wait())
+    assert bench.WAIT_SECONDS <= load.seconds <= bench.WAIT_SECONDS + 4
     assert re.fullmatch(r"This comparison is not valid: other programs use 1\.0 of .*\.", line)
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 def test_busy_cores_are_read_from_proc_stat():
-    """Only this process's cores count; waiting for a disk is idle, and guest time is in user."""
+    """Only the cores that the process may use are counted.
+
+    Time spent waiting for a disk is idle time. Guest time is a part of user time, so it is not
+    added again.
+    """
     before = STAT.format(600, 800, 5000, 25, 40)
-    # In core 0, 50 of 50 ticks were busy, 10 of them for a guest; in core 1, 0 of 50
+    # On core 0, 50 of 50 ticks were busy, 10 of them for a guest. On core 1, 0 of 50 were busy
     after = STAT.format(650, 800, 5030, 45, 50)
     assert bench.busy_between(before, after, [0, 1]) == pytest.approx(1.0)
     assert bench.busy_between(before, after, [0]) == pytest.approx(1.0)
     assert bench.busy_between(before, after, [1]) == pytest.approx(0.0)
-    assert bench.busy_between(before, before, [0, 1]) is None  # a file that does not count
+    assert bench.busy_between(before, before, [0, 1]) is None  # counters that do not advance
 
 def test_cores_are_measured_by_cpu_time_where_proc_stat_is_missing(monkeypatch):
-    """A file that does not count is ignored, as a missing one is."""
+    """The same holds if /proc/stat exists but its counters do not advance."""
     monkeypatch.setattr(bench, "cores_withheld", lambda seconds: 0.7)
     monkeypatch.setattr(bench, "busy_between", lambda *_: None)
     assert bench.cores_in_use(0.0) == 0.7
@@ -66,12 +73,16 @@ def test_cores_are_measured_by_cpu_time_where_proc_stat_is_missing(monkeypatch):
     monkeypatch.setattr(bench, "busy_between", lambda *_: 0.2)
     assert bench.cores_in_use(0.0) == 0.7
 
-def test_the_share_of_a_core_is_a_number_between_nothing_and_all_cores():
+def test_cores_withheld_is_between_none_and_all_cores():
     assert -0.1 < bench.cores_withheld(0.01) < bench.CORES
 
 @pytest.fixture
 def guard(monkeypatch):
-    """Return a function that runs guard() on two played figures and returns its lines."""
+    """Return a function that runs guard() on two made-up figures and returns its lines.
+
+    used: cores that other programs use. kind: the kind of CPU in the record, by default this one.
+    step, memory: the figures in the record. only: a regex for the names of figures to measure.
+    """
     monkeypatch.setattr(bench, "GUARD", [
         bench.Figure("a step: ours / a loop (ms)", 3, [lambda: 6.0, lambda: [3.0]]),
         bench.Figure("memory (GB)", 1, [lambda: 1.0], load_matters=False)])
@@ -95,8 +106,8 @@ def test_guard_names_figures_that_are_worse_than_the_record(guard):
     assert guard(used=0.0, step=1.7)[-1].endswith("record: a step: ours / a loop (ms).")
     assert guard(used=0.0, step=1.8)[-1].endswith("record: none.")
 
-def test_beside_a_load_guard_compares_only_figures_that_it_does_not_change(guard):
-    """The slow step beside a load is not reported as worse, but the memory still is."""
+def test_under_load_guard_compares_only_figures_that_load_does_not_change(guard):
+    """A slow step is then not reported as worse, but a larger peak memory is."""
     lines = guard(used=1.0, step=0.1, memory=0.5)
     assert lines[0].startswith("This comparison is not valid: other programs use 1.0 of ")
     assert "| a step: ours / a loop (ms) | 2 (6 / 3) | 0.1 | - |" in lines
@@ -110,7 +121,10 @@ def test_guard_compares_nothing_with_a_record_of_another_kind_of_cpu(guard):
     assert lines[-2] == "\nFigures compared: 0 of 2."
 
 def test_a_figure_that_fails_does_not_end_guard(guard, monkeypatch):
-    """A figure that takes too long is worse than any record; another failure is not compared."""
+    """A figure that takes too long counts as worse than any record.
+
+    A figure that fails for another reason is not compared.
+    """
     def fail(error):
         raise error
     for error, worse in ((TimeoutError("it took more than 9 s"), True), (KeyError("x"), False)):
@@ -122,7 +136,7 @@ def test_a_figure_that_fails_does_not_end_guard(guard, monkeypatch):
         assert any("memory (GB) | 1 |" in line for line in lines)
 
 def test_the_record_in_the_repository_has_every_figure():
-    """A figure is found in guard.txt by its name."""
+    """guard() finds a figure in guard.txt by its name, so both must have the same names."""
     record = bench.ROOT / "tests" / "measured" / "guard.txt"
     assert bench.recorded_figures(record.read_text()).keys() == {
         figure.name for figure in bench.GUARD}

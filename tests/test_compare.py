@@ -1,4 +1,4 @@
-"""compare.py: which runs form a row, what counts as noise, and what the table says."""
+"""Tests of compare.py: which runs form a row, what counts as noise, and what the table shows."""
 import json
 import math
 
@@ -22,7 +22,7 @@ def write_run(folder, val, *, codes=(1,), warnings=None, tokens=4000, **constant
     (folder / "log.txt").write_text("0 val 9.0\n10 val 3.0\n10 minutes 1\n20 val 2.5\n")
 
 def write_unfinished_run(folder, result):
-    """Write the folder of a run that has another kind of result, or none."""
+    """Write the folder of a run with this result, which is not that of a finished run."""
     write_run(folder, 2.0)
     run = json.loads((folder / "run.json").read_text())
     (folder / "run.json").write_text(json.dumps(run | {"result": result}))
@@ -51,7 +51,8 @@ def test_runs_that_differ_only_in_their_seed_form_a_row(tmp_path, lines_of):
         write_run(tmp_path / name, val, **more)
     lines = lines_of("a?", "*")
     assert [line.split()[1] for line in lines[2:5]] == ["1.0000", "2.1000", "2.1100"]
-    # The squares of 0.1, 0, 0.1 and of two zeros, by 2 + 1 degrees of freedom; then t is 3.18
+    # The deviations are 0.1, 0 and 0.1 in one row, and 0 and 0 in another. The rows have 2 + 1
+    # degrees of freedom, for which t is 3.18
     spread = math.sqrt(0.02 / 3)
     assert f"noise of a run is {spread:.4f}, pooled over 3 row(s)" in lines[-1]
     assert "with 3 degrees of freedom" in lines[-1]
@@ -98,14 +99,14 @@ def test_rows_of_another_length_do_not_change_the_noise(tmp_path, lines_of):
     (dict(), dict(max_steps=10)),  # equal tokens
     (dict(minutes=5.0), dict(minutes=5.0, max_steps=17, tokens=3400))])
 def test_equal_steps_tokens_or_minutes_are_an_equal_length(tmp_path, lines_of, baseline, other):
-    """Each of the three is enough for a verdict."""
+    """Rows get a verdict if one of the three is equal."""
     write_run(tmp_path / "a1", 2.0, **baseline)
     write_run(tmp_path / "a2", 3.0, **baseline)
     write_run(tmp_path / "b1", 2.0, codes=[2], **other)
     assert "within noise" in row_of(lines_of("a*", "b*"), "b1")
 
 def test_minutes_decide_the_length_of_a_row_and_steps_may_differ(tmp_path, lines_of):
-    """Runs with the same --minutes form a row although another number of steps fitted."""
+    """Runs with the same --minutes form a row even if they took different numbers of steps."""
     for name, minutes, steps in (("a1", 5.0, 10), ("a2", 5.0, 12), ("b1", 6.0, 14)):
         write_run(tmp_path / name, 4.0, minutes=minutes, max_steps=steps, tokens=200 * steps)
     lines = lines_of("*")
@@ -134,7 +135,7 @@ def test_the_figure_names_the_unit_of_the_loss(tmp_path, lines_of):
     assert "validation loss, nats per token" in (tmp_path / "y.svg").read_text()
 
 def test_two_runs_are_the_same_only_if_seed_constants_and_code_agree(tmp_path, lines_of):
-    """A repeated run is not another seed. It is left out, and a line names the first one."""
+    """A repeated run does not count as another seed. A line says that it is left out."""
     write_run(tmp_path / "a1", 2.0)
     write_run(tmp_path / "b1", 2.0)                    # the same run in another folder
     write_run(tmp_path / "c1", 2.0, codes=[2])         # other code
@@ -184,7 +185,7 @@ def test_folders_without_a_result_are_left_out_with_the_reason(tmp_path, lines_o
         lines_of("f1", "x*")
 
 def test_a_pattern_without_a_match_is_reported(tmp_path, lines_of):
-    """A misspelt pattern of the baseline would otherwise make another row the baseline."""
+    """A line names the pattern, because without it another row would become the baseline."""
     write_run(tmp_path / "a1", 2.0)
     assert lines_of("b*", "a*")[0] == "No folder matches b*."
 

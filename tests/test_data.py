@@ -104,7 +104,7 @@ def test_validation_is_the_same_for_any_b_and_processes(monkeypatch, B, processe
     assert loss == pytest.approx(np.arange(1, rows * T + 1).mean(), rel=1e-6)
 
 def test_a_file_that_is_not_a_shard_is_reported(tmp_path):
-    """The message names the file, which is cut off, empty or a pickle. Code in it is not run."""
+    """The message names a file that is cut off, empty or a pickle. Code in a pickle is not run."""
     path, marker = tmp_path / "x_train_000000.npy", tmp_path / "the bomb went off"
     np.save(path, np.zeros(100, np.uint16))
     contents = {"": path.read_bytes()[:-1], "No data": b"", "pickle": pickle.dumps(Bomb(marker))}
@@ -131,7 +131,7 @@ def test_each_loader_has_its_own_order(tmp_path, monkeypatch):
     assert t.open_data(cfg, encoding)[0].shuffle is False
 
 def test_an_id_beyond_the_vocabulary_is_reported_with_its_shard(tmp_path):
-    """Such an id is found anywhere in a shard, when its row is read."""
+    """The id is found when its row is read, wherever it is in the shard."""
     paths = shards(tmp_path)
     loader = t.DataLoaderLite(paths, T, n_vocab=1000)
     damaged = np.load(paths[3])
@@ -142,7 +142,7 @@ def test_an_id_beyond_the_vocabulary_is_reported_with_its_shard(tmp_path):
     loader.n_vocab = 1001
     loader.read(0, loader.rows_per_epoch)
 
-def test_same_shards_in_another_folder_are_the_same_data(tmp_path):
+def test_the_same_shards_in_another_folder_are_the_same_data(tmp_path):
     """The fingerprint depends on the contents, but not on the folder.
 
     For a shard it covers the size and both ends, and for a text every token.
@@ -152,7 +152,7 @@ def test_same_shards_in_another_folder_are_the_same_data(tmp_path):
     assert fingerprint(shards(tmp_path / "y", (100, 57, 8, 301))) != fingerprint(shards(tmp_path))
     other = shards(tmp_path / "y")
     assert fingerprint(other) == fingerprint(shards(tmp_path))
-    # If a version computed another value, it could not continue earlier runs
+    # A version that computed a different value could not continue earlier runs
     assert fingerprint(other).endswith("#a7209012")
     tokens = np.arange(20_000, dtype=np.uint16)
     np.save(other[1], tokens)
@@ -172,8 +172,8 @@ def test_a_text_keeps_every_byte_and_its_last_tenth_is_for_validation(tmp_path, 
     assert [*train.shards[0], *val.shards[0]] == tokens
     assert (t.padded(257), t.padded(50257), t.padded(256)) == (384, 50304, 256)
 
-def test_the_end_of_a_text_has_no_bytes():
-    """Bits per byte count the bytes that validation predicts, and none for <|endoftext|>."""
+def test_the_end_of_a_text_does_not_count_as_a_byte():
+    """Bits per byte are per byte of the targets in validation. <|endoftext|> has no bytes."""
     tokens = np.array([*b"ab", 256, *b"cd", 256, *b"efgh"], dtype=np.uint16)
     loader = t.DataLoaderLite([tokens[:5], tokens[5:]], T=2)
     encoding = t.get_encoding("bytes")
@@ -182,7 +182,10 @@ def test_the_end_of_a_text_has_no_bytes():
     assert t.tokens_per_byte(loader, encoding, val_tokens=5) == pytest.approx(5 / 4)
 
 def test_shards_must_have_the_encoding_that_their_manifest_names(tmp_path):
-    """With another encoding, the model would learn nonsense. The ids here need uint32."""
+    """Another encoding is refused, because the model would learn nonsense.
+
+    The ids of this encoding need uint32.
+    """
     for part in ("train", "val"):
         np.save(tmp_path / f"x_{part}_000000.npy", np.arange(70_000, 71_000, dtype=np.uint32))
     (tmp_path / "manifest.json").write_text('{"settings": {"encoding": "cl100k_base"}}')

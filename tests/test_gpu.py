@@ -1,9 +1,9 @@
-"""Training on GPUs: what would make it slow or wrong there, and the simulated GPU itself.
+"""Tests of training on GPUs, and of the simulated GPUs themselves.
 
     pytest tests --device=simulated
 
-Most of these tests count what only the simulated GPUs of simulated_gpu.py can count: how often the
-CPU waits for the GPU, and how often torch.compile compiles.
+Most of these tests need the simulated GPUs of simulated_gpu.py, which count how often the CPU waits
+for the GPU and how often torch.compile compiles.
 """
 import importlib.util
 import json
@@ -27,14 +27,17 @@ SIMULATED = pytest.mark.skipif(not is_simulated(), reason="needs --device=simula
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with the text that all runs train on."""
+    """Return a folder with the text that all runs train on."""
     folder = tmp_path_factory.mktemp("gpu")
     write_text(folder)
     return folder
 
-# ---- waits and compilations
+# ---- how often a run waits and compiles
 def count(arrange, path):
-    """Write waits and compilations into `path` at each begin and end of a step, for each rank."""
+    """Write the numbers of waits and compilations to a file at the begin and end of each step.
+
+    Each rank writes to its own file, `path`.<rank>.
+    """
     real, file = arrange.t.train_step, open(f"{path}.{os.environ.get('RANK', 0)}", "w")
 
     def note(what):
@@ -49,7 +52,10 @@ def count(arrange, path):
     arrange.t.train_step = train_step
 
 def counts(path):
-    """Return what count() wrote: [(waits inside the step, waits up to the next, compilations)]."""
+    """Return what count() wrote, as a tuple for each step but the last.
+
+    The tuple is (waits during the step, waits until the next step begins, compilations up to then).
+    """
     lines = [line.split() for line in path.read_text().splitlines()]
     begins = [(int(waits), int(graphs)) for what, waits, graphs in lines if what == "begin"]
     ends = [int(waits) for what, waits, _ in lines if what == "end"]
@@ -58,25 +64,26 @@ def counts(path):
             for begin, end, after in zip(begins, ends, begins[1:], strict=False)]
 
 def train(n, log_dir, **changes):
-    """Train with n processes; return the first of them."""
+    """Train with n processes. Return the Forked run of rank 0."""
     if n == 1:
         return succeed(Forked(log_dir, **changes))
     statuses, runs = together(n, log_dir, **changes)
     assert statuses == [0] * n, [run.err for run in runs]
     return runs[0]
 
-STEPS_ALONE = dict(B=1, max_steps=6, eval_every=0, save_every=0)  # 8 micro-steps, or 4 of each
+# A step has 8 micro-steps on one GPU, and 4 on each of two GPUs
+STEPS_ALONE = dict(B=1, max_steps=6, eval_every=0, save_every=0)
 
 @SIMULATED
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_step_waits_for_the_gpu_once(folder, n, optimizer, dtype):
-    """In float32 and bfloat16 train_step() never waits, and its loss and norm are read together.
+    """In float32 and bfloat16 the only wait of a step is for its loss and norm, after train_step().
 
-    In float16 train_step() waits to learn whether a gradient overflowed: at most twice for each
-    optimizer, and in no micro-step. The second step is left out: there DDP arranges its buckets
-    anew, once, in the order in which gradients became ready.
+    In float16 train_step() also waits to find out whether a gradient overflowed: at most twice per
+    optimizer, and not in each micro-step. The second step is not checked, because in it DDP
+    rearranges its buckets to the order in which the gradients became ready.
     """
     name = f"waits {n} {optimizer} {dtype}"
     train(n, folder / name, optimizer=optimizer, dtype=dtype, arrange={count: folder / name},
@@ -90,7 +97,7 @@ def test_a_step_waits_for_the_gpu_once(folder, n, optimizer, dtype):
             assert 1 <= inside <= 2 * optimizers if dtype == "float16" else inside == 0, seen
 
 def forbid_waits(arrange, first_step):
-    """From this step on, train_step() raises RuntimeError if it waits for the GPU."""
+    """Let train_step() raise RuntimeError if it waits for the GPU, from this step on."""
     real = arrange.t.train_step
 
     def train_step(run):
@@ -105,14 +112,14 @@ def forbid_waits(arrange, first_step):
 
 @pytest.mark.skipif(not is_real_gpu(), reason="needs --device=cuda; simulated GPUs count waits")
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_a_real_gpu_does_not_make_a_step_wait(folder, optimizer):
-    """CUDA itself reports a wait."""
+def test_a_step_does_not_wait_for_a_real_gpu(folder, optimizer):
+    """In bfloat16 train_step() never waits. CUDA's own sync debug mode checks this."""
     succeed(Forked(folder / f"no waits {optimizer}", optimizer=optimizer, dtype="bfloat16",
                    arrange={forbid_waits: 1}, **STEPS_ALONE))
 
 @SIMULATED
 def test_a_validation_waits_as_often_for_many_batches_as_for_one(folder):
-    """Its sum is kept on the GPU until the end."""
+    """A validation keeps its sum of losses on the GPU until the end."""
     waits = []
     for val_tokens in (64, 1024):
         path = folder / f"validation {val_tokens}"
@@ -122,22 +129,22 @@ def test_a_validation_waits_as_often_for_many_batches_as_for_one(folder):
     assert waits[0] == waits[1] and waits[0][1] > waits[0][0] == 1
 
 def made_up_questions(arrange, number):
-    """HellaSwag has so many questions, of several lengths."""
+    """Replace HellaSwag by this number of made-up questions of several lengths."""
     import hellaswag
     questions = [{"ctx": "a man " * (1 + i % 3), "label": i % 4,
                   "endings": ["b" * (1 + i % 5), "cd", "efg " * (1 + i % 2), "h"]}
                  for i in range(number)]
     arrange.t.sys.modules["hellaswag"] = hellaswag
     hellaswag.iterate_examples = lambda split: iter(questions)
-    hellaswag.GPU_BATCH = 64  # tokens, so that there are many batches
+    hellaswag.GPU_BATCH = 64  # tokens per batch, so that there are many batches
 
 EVALUATED = dict(hellaswag_every=4, sample_every=4, sample_tokens=12, eval_every=4, save_every=4,
                  max_steps=12, B=2, val_tokens=1024 + 16)  # the last batch of a validation is short
 
 @SIMULATED
 @pytest.mark.parametrize("n, dtype", [(1, "bfloat16"), (2, "float32")])
-def test_a_run_compiles_twice_and_a_step_compiles_once(folder, n, dtype):
-    """Once for training and once for validation. HellaSwag and samples compile nothing."""
+def test_a_run_compiles_once_for_training_and_once_for_validation(folder, n, dtype):
+    """HellaSwag and samples compile nothing, and a compiled run has the losses of an eager one."""
     name = f"compiled {n} {dtype}"
     plain = train(n, folder / f"plain {n} {dtype}", dtype=dtype, **EVALUATED,
                   arrange={made_up_questions: 20})
@@ -154,12 +161,14 @@ def test_a_run_compiles_twice_and_a_step_compiles_once(folder, n, dtype):
 
 # ---- results
 @GPU
-def test_the_quick_starts_losses_are_the_cpus(folder):
-    """The command without flags trains the same model on a GPU. On a real GPU, losses differ more,
-    as its kernels round differently."""
+def test_the_quick_start_has_the_same_losses_on_a_gpu_and_a_cpu(folder):
+    """The preset SMALL trains the same model on both devices.
+
+    On a real GPU, a larger difference is allowed, because its kernels round differently.
+    """
     short = dict(max_steps=12, eval_every=6, val_tokens=8192, sample_every=0, dtype="float32",
                  data=ROOT / "input.txt")
-    with mock.patch.dict(TINY, clear=True):  # only these flags: the preset SMALL decides the rest
+    with mock.patch.dict(TINY, clear=True):  # no other flags, so that SMALL is used
         cpu, gpu = (Forked(None, log_dir=folder / device, device=device, **short)
                     for device in ("cpu", "cuda"))
     succeed(cpu), succeed(gpu)
@@ -168,7 +177,10 @@ def test_the_quick_starts_losses_are_the_cpus(folder):
 
 @GPU
 def test_a_run_moves_between_a_gpu_and_the_cpu(folder):
-    """A checkpoint of one device continues on the other: weights, and the optimizers' state."""
+    """A run that is stopped on one device continues on the other from the same checkpoint.
+
+    Its losses are those of a run that was never stopped.
+    """
     whole = succeed(Forked(folder / "whole", optimizer="muon"))
     stop = {"signal_at": (signal.SIGTERM, 7, 19)}
     for device in ("cuda", "cpu", "cuda"):
@@ -177,8 +189,8 @@ def test_a_run_moves_between_a_gpu_and_the_cpu(folder):
     assert_close_logs(whole.log_dir, run.log_dir)
 
 @GPU
-def test_two_gpus_with_hellaswag_are_one(folder):
-    """Losses and scores are those of one GPU, also where the second has no row to validate."""
+def test_two_gpus_have_the_losses_and_scores_of_one(folder):
+    """This also holds if the second GPU has no rows to validate."""
     words = dict(EVALUATED, val_tokens=16, dtype="float32", arrange={made_up_questions: 20})
     one, two = (train(n, folder / f"hellaswag {n}", **words) for n in (1, 2))
     assert_close_logs(one.log_dir, two.log_dir)
@@ -186,8 +198,8 @@ def test_two_gpus_with_hellaswag_are_one(folder):
 
 @GPU
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_eight_gpus_that_are_stopped_and_continued_on_four_are_one(folder, optimizer):
-    """SIGTERM reaches one of eight processes. Four go on from their checkpoint."""
+def test_a_run_that_moves_from_eight_gpus_to_four_has_the_losses_of_one(folder, optimizer):
+    """SIGTERM to one of eight processes stops them all. Four processes continue the run."""
     words = dict(optimizer=optimizer, max_steps=20, B=1)
     one = succeed(Forked(folder / f"one {optimizer}", **words))
     several = folder / f"eight and four {optimizer}"
@@ -198,7 +210,7 @@ def test_eight_gpus_that_are_stopped_and_continued_on_four_are_one(folder, optim
     assert_close_logs(one.log_dir, several)
 
 def note_devices(arrange, path):
-    """Write into `path` where the weights are when a text is sampled."""
+    """Write the type of device of the weights to `path` when a text is sampled."""
     real = arrange.t.GPT.generate
 
     def generate(self, *args, **kwargs):
@@ -207,8 +219,8 @@ def note_devices(arrange, path):
     arrange.t.GPT.generate = generate
 
 @GPU
-def test_samples_alone_are_drawn_on_the_gpu(folder):
-    """--sample=N uses the device that is asked for."""
+def test_sampling_without_training_uses_the_gpu(folder):
+    """With --sample, the weights are moved to the chosen device."""
     log_dir = succeed(Forked(folder / "sampled", max_steps=2)).log_dir
     run = succeed(Forked(log_dir, sample=1, sample_tokens=5, arrange={
         note_devices: folder / "device of samples"}))
@@ -221,7 +233,7 @@ def test_a_model_that_is_not_saved_is_exported_from_the_gpu(folder, is_gpt2):
     assert "exported the model to" in run.out
 
 def with_triton(arrange, _):
-    """Triton seems to be installed, which PyTorch's CPU build lacks."""
+    """Let Triton appear to be installed. PyTorch's CPU build comes without it."""
     find_spec = importlib.util.find_spec
 
     def find(name, *args):
@@ -233,7 +245,10 @@ def with_triton(arrange, _):
     ("6.1", "float16", False), ("7.0", "float16", True), ("7.5", "float16", True),
     ("8.0", "bfloat16", True), ("9.0", "bfloat16", True)])
 def test_each_gpu_trains_in_the_dtype_that_it_is_fast_in(folder, capability, dtype, compiled):
-    """A V100 (7.0) uses float16, with its losses scaled. Triton has no code below 7.0."""
+    """A GPU below capability 8.0, such as a V100 (7.0), uses float16 and scales the losses.
+
+    Below 7.0, which Triton does not support, nothing is compiled.
+    """
     run = succeed(Forked(folder / capability, dtype="auto", compile="auto", max_steps=3,
                          eval_every=0, env={"SIMULATED_CAPABILITY": capability},
                          arrange={with_triton: 0, count: folder / f"counts {capability}"}))
@@ -247,7 +262,7 @@ def test_each_gpu_trains_in_the_dtype_that_it_is_fast_in(folder, capability, dty
 def on_gpu(*size):
     return torch.arange(1.0, 1 + torch.Size(size).numel(), device="cuda").view(size)
 
-REFUSED = {  # what a GPU refuses
+REFUSED = {  # name: an operation that mixes devices, which a GPU refuses
     "operands": lambda x: x + torch.ones(3, 4),
     "lists": lambda x: torch._foreach_add_([x], [torch.ones(3, 4)]),
     "ids": lambda x: torch.nn.functional.embedding(torch.tensor([1]), x),
@@ -264,7 +279,7 @@ def test_a_simulated_gpu_refuses_what_a_gpu_refuses(name):
     with pytest.raises(RuntimeError, match="device|cuda:0"):
         REFUSED[name](on_gpu(3, 4))
 
-WAITS = {  # name: (how often the CPU waits, for what)
+WAITS = {  # name: (how often the CPU waits, the operation)
     "item": (1, lambda x: x[0, 0].item()), "tolist": (1, lambda x: x.tolist()),
     "cpu": (1, lambda x: x.cpu()), "condition": (1, lambda x: bool(x[0, 0] > 0)),
     "mask": (1, lambda x: x[x > 2]), "values at a mask": (
@@ -292,7 +307,10 @@ def test_a_simulated_gpu_counts_waits(name):
 
 @SIMULATED
 def test_a_simulated_gpu_computes():
-    """Views share memory, results stay on their GPU, and its random numbers have their own seed."""
+    """Views share memory, and results stay on the GPU of their operands.
+
+    A GPU has its own random generator, seeded by torch.manual_seed(). Its state can be saved.
+    """
     x = on_gpu(3, 4)
     x.view(12)[3:].view(3, 3).t()[0].add_(100)
     x[1:, ::2].mul_(2)
@@ -314,7 +332,7 @@ def test_a_simulated_gpu_computes():
     assert torch.equal(later, torch.rand(3, device="cuda")) and not torch.equal(first, later)
 
 def pytest_on(device, tmp_path, **env):
-    """Start `pytest --device=...` on this file; return what it printed."""
+    """Run `pytest --device=...` on this file. Assert a usage error, and return the output."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider",
                f"{ROOT}/tests/test_gpu.py", f"--device={device}", f"--rootdir={tmp_path}"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=180,
@@ -324,10 +342,11 @@ def pytest_on(device, tmp_path, **env):
     return done.stdout + done.stderr
 
 def without_gpp(tmp_path):
+    """Return an environment in which g++ is not found."""
     return {"PATH": str(tmp_path)}
 
 def other_torch(tmp_path, cuda="None", header=""):
-    """A torch that is built for CUDA, or whose headers do not fit."""
+    """Return an environment with another torch, built for `cuda` and without its C++ headers."""
     package = tmp_path / "torch"
     (package / "include" / "ATen").mkdir(parents=True)
     (package / "__init__.py").touch()
@@ -340,25 +359,28 @@ def other_torch(tmp_path, cuda="None", header=""):
     (lambda tmp_path: other_torch(tmp_path, cuda="'13.0'"),
      "need a CPU build of torch, and 9.9 is built for real GPUs: install one from https://"),
     (other_torch, "g++ cannot compile simulated_gpu.cpp with this torch (")])
-def test_where_gpus_cannot_be_simulated_one_sentence_says_why(tmp_path, arrange, sentence):
+def test_if_gpus_cannot_be_simulated_one_sentence_says_why(tmp_path, arrange, sentence):
     if arrange is not without_gpp and not shutil.which("g++"):
         pytest.skip("there is no g++")
     out = pytest_on("simulated", tmp_path, **arrange(tmp_path))
     assert re.fullmatch(r"ERROR: --device=simulated: [^\n]+\n\n?", out) and sentence in out, out
 
-def test_an_unknown_device_is_one_sentence(tmp_path):
+def test_an_unknown_device_is_reported_in_one_sentence(tmp_path):
     out = pytest_on("tpu", tmp_path)
     assert out.strip() == "ERROR: --device=tpu is unknown: choose cpu, cuda or simulated."
 
 @pytest.mark.skipif(is_real_gpu(), reason="there is a GPU")
-def test_a_missing_gpu_is_one_sentence(tmp_path):
+def test_a_missing_gpu_is_reported_in_one_sentence(tmp_path):
     out = pytest_on("cuda", tmp_path, CUDA_VISIBLE_DEVICES="")
     assert out.startswith("ERROR: --device=cuda: torch ") and out.strip().count("\n") == 0
     assert "sees no GPU here" in out
 
 @SIMULATED
-def test_the_launcher_runs_a_script_and_tells_what_is_missing(tmp_path):
-    """python tests/simulated_gpu.py SCRIPT ... is how people run a script on simulated GPUs."""
+def test_the_launcher_runs_a_script_and_reports_what_is_missing(tmp_path):
+    """`python tests/simulated_gpu.py SCRIPT ...` runs a script on simulated GPUs.
+
+    If there is no compiler, one line says so.
+    """
     script = tmp_path / "script.py"
     script.write_text("import sys, torch, json\n"
                       "print(json.dumps([sys.argv[1:], torch.cuda.device_count()]))\n")
