@@ -1,14 +1,14 @@
-"""Benchmarks of the three scripts. Nothing here asserts a time.
+"""Benchmarks of the three scripts. No benchmark fails because of a slow time.
 
-    python tests/bench.py guard                        # delays that users notice, and the record
+    python tests/bench.py guard                        # compare delays with those on record
     python tests/bench.py guard --save=tests/measured  # the same, and write a new record
     python tests/bench.py busy                         # the quick start beside busy processes
     python tests/bench.py gpu --minutes=45 --save=DIR  # a session on a GPU
     python tests/bench.py all --save=DIR               # step ladder memory reference muon busy
 
-If two things are compared, both are timed in the same run, in turns, and medians are shown. Each
-row is printed, and written to DIR/<bench>.txt, as soon as it is measured. If a row fails, it says
-why, and the next row is measured. If memory runs out, B is halved.
+If two things are compared, both are timed in the same run, in turns, and the medians are shown.
+Each row is printed, and written to DIR/<bench>.txt, as soon as it is measured. If a measurement
+fails, its row gives the reason, and the next row is measured. If memory runs out, B is halved.
 """
 import argparse
 import contextlib
@@ -38,7 +38,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 SHARED = Path(os.environ.get("GPT2_SHARED", ROOT.parent / "shared"))
 sys.path.insert(0, str(ROOT))
-# train_gpt2 comes before torch, because it sets GOMP_SPINCOUNT, which torch reads when it is loaded
+# Import train_gpt2 before torch, because it sets GOMP_SPINCOUNT, which torch reads at its import
 import train_gpt2 as t  # noqa: E402
 import hellaswag as h  # noqa: E402
 import torch  # noqa: E402
@@ -53,7 +53,7 @@ TEXTS = SHARED / "fineweb_standin"  # .parquet files of documents
 QUICK = t.SMALL | dict(data=str(ROOT / "input.txt"), device="cpu")
 COMMAND = [sys.executable, ROOT / "train_gpt2.py", "--device=cpu"]
 TIMES = dict(repeats=20, warmup=5) if CUDA else dict(repeats=4, warmup=1)  # steps
-# Dense bfloat16 peak of the data sheets. The first name that a GPU's name contains counts.
+# Dense bfloat16 peak in the data sheets. The first name that occurs in a GPU's name is used
 PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312}
 
 @dataclass
@@ -77,7 +77,7 @@ def header(*names):
     return f"{cells(*names)}\n{cells(*['---'] * len(names))}"
 
 def kind_of_cpu():
-    """Return a description of the CPU and of torch. Ratios are comparable only if it is equal."""
+    """Return a description of the CPU and of torch. Ratios are comparable if it is the same."""
     text = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     name = re.search(r"model name\s*: (.*)", text)
     able = [flag for flag in ("amx_bf16", "avx512_bf16") if torch.cpu.get_capabilities().get(flag)]
@@ -86,7 +86,7 @@ def kind_of_cpu():
 
 # ---- measuring
 def seconds_of(function, *arguments):
-    """Return how long a call takes."""
+    """Return how many seconds a call takes."""
     start = time.perf_counter()
     function(*arguments)
     return time.perf_counter() - start
@@ -100,14 +100,14 @@ def medians_in_turns(rounds, *sides):
     return np.median(found, axis=0).tolist()
 
 def median_seconds(*functions, repeats, warmup=0):
-    """Return the list of the median times of functions, which are called in turns."""
+    """Call functions in turns and return the list of their median times in seconds."""
     for function in functions * warmup:
         function()
     return medians_in_turns(repeats, *(partial(seconds_of, function) for function in functions))
 
 @contextlib.contextmanager
 def started(command, **options):
-    """Start a process. It and all processes that it started are killed when the context ends."""
+    """Start a process. When the context ends, kill it and all processes that it has started."""
     # On Linux, prctl(PR_SET_PDEATHSIG, SIGKILL) kills it also if the benchmark itself is killed
     prctl = getattr(ctypes.CDLL(None), "prctl", None)
     process = subprocess.Popen(command, text=True, start_new_session=True, **options,
@@ -120,7 +120,10 @@ def started(command, **options):
         process.wait()
 
 def output_of(command, **options):
-    """Return what a command printed. Raise RuntimeError if it fails, TimeoutError if it is late."""
+    """Return the output of a command.
+
+    Raise RuntimeError if the command fails, and TimeoutError if it takes too long.
+    """
     limit = min(limits.command_s, limits.seconds_left())
     with started(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options) as process:
         try:
@@ -134,7 +137,7 @@ def output_of(command, **options):
 def measure(function, omp_threads=None, **arguments):
     """Call a function of this file in a fresh process and an empty folder. Return its result.
 
-    Raise MemoryError if memory runs out there, RuntimeError if the call fails in another way.
+    Raise MemoryError if the process runs out of memory, and RuntimeError if it fails otherwise.
     """
     code = (f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r}); import bench, json; "
             f"print(json.dumps(bench.{function}(**{arguments!r})))")
@@ -144,38 +147,38 @@ def measure(function, omp_threads=None, **arguments):
             output = output_of([sys.executable, "-c", code], cwd=folder, env=env)
             return json.loads(output.splitlines()[-1])
         except RuntimeError as e:
-            # A child process can tell its parent about a lack of memory only by text
+            # The parent can recognize a lack of memory only by the text of the error
             memory = re.search("out of memory|OutOfMemory|allocate memory|status -9", str(e))
             raise (MemoryError if memory else RuntimeError)(str(e).splitlines()[-1]) from e
 
-# ---- other programs on the same cores: a figure that is timed beside them is not comparable
-FREE = 0.25           # cores that other programs may take: a system is never completely idle
+# ---- other programs on the same cores. Figures that are timed while they run are not comparable
+FREE = 0.25           # cores that other programs may use, since a system is never completely idle
 WAIT_SECONDS = 120.0  # how long wait_for_free_cores() waits
 
 def ticks_of(text, cores):
-    """Return (ticks not idle, all ticks) of some cores since the start, from /proc/stat."""
+    """Return (ticks not idle, all ticks) of some cores since boot, from a text of /proc/stat."""
     busy = total = 0
     for line in text.splitlines():
         name, *fields = line.split()
         if name in {f"cpu{core}" for core in cores}:
-            # user nice system idle iowait irq softirq steal; guest is a part of user
+            # user nice system idle iowait irq softirq steal. The guest field is a part of user
             ticks = [int(field) for field in fields[:8]]
             total += sum(ticks)
             busy += sum(ticks) - ticks[3] - ticks[4]
     return busy, total
 
 def busy_between(before, after, cores):
-    """Return how many of the cores were busy between two texts of /proc/stat, None if unknown."""
+    """Return how many cores were busy between two texts of /proc/stat, or None if unknown."""
     (busy, total), (busy_later, total_later) = ticks_of(before, cores), ticks_of(after, cores)
-    if total_later == total:  # some sandboxes have a file that does not count
+    if total_later == total:  # in some sandboxes the counters do not advance
         return None
     return len(cores) * (busy_later - busy) / (total_later - total)
 
 def cores_withheld(seconds):
-    """Return how many cores other programs keep from one busy process per core.
+    """Return how many cores other programs use, measured with one busy process per core.
 
     A process that shares its core gets less CPU time than wall time. The wall time of a fixed
-    piece of work would not show this: if all cores are busy, one process alone is slow, too.
+    piece of work would not show this, because even a single process is slow if all cores are busy.
     """
     code = ("import time; start, cpu = time.perf_counter(), time.process_time()\n"
             f"while time.perf_counter() - start < {seconds}: pass\n"
@@ -187,7 +190,7 @@ def cores_withheld(seconds):
         return CORES - sum(float(process.communicate()[0]) for process in processes)
 
 def cores_in_use(seconds=2.0):
-    """Return how many cores other programs use now, for example 1.0 beside one busy process."""
+    """Return how many cores other programs use now, for example 1.0 for one busy process."""
     path = Path("/proc/stat")
     if path.exists():
         before = path.read_text()
@@ -198,9 +201,9 @@ def cores_in_use(seconds=2.0):
     return cores_withheld(seconds)
 
 def wait_for_free_cores(in_use=cores_in_use, clock=time.monotonic):
-    """Wait until other programs leave the cores free, for WAIT_SECONDS at most, and say so.
+    """Wait until the cores are free, for WAIT_SECONDS at most. Print a line if there is a wait.
 
-    Return the last measurement of in_use(): how many cores other programs use.
+    Return the last result of in_use(), the number of cores that other programs use.
     """
     end = clock() + WAIT_SECONDS
     used = in_use()
@@ -217,7 +220,7 @@ def not_valid(used):
             if used > FREE else "")
 
 def beside_busy(processes, function):
-    """Return function(), called while this number of other processes are busy."""
+    """Call function() while this number of other processes are busy. Return its result."""
     with contextlib.ExitStack() as others:
         for _ in range(processes):
             others.enter_context(started([sys.executable, "-c", "while True: pass"]))
@@ -235,7 +238,7 @@ def random_encoding(name):
 def training_run(**constants):
     """Set up a run in the current folder, as train_gpt2.py does, and yield it.
 
-    If no data is named, the run reads random tokens and needs no vocabulary.
+    Without the constant `data`, the run reads random tokens and needs no vocabulary.
     """
     if "data" not in constants:
         t.get_encoding = random_encoding
@@ -250,7 +253,7 @@ def training_run(**constants):
         yield run
 
 def naive_attention(q, k, v, dropout_p=0.0, is_causal=True):
-    """Attention that writes each (T, T) matrix to memory."""
+    """Compute attention and write each (T, T) matrix to memory."""
     future = torch.ones(q.size(-2), q.size(-2), dtype=torch.bool, device=q.device).triu(1)
     scores = q @ k.mT / q.size(-1) ** 0.5
     return torch.softmax(scores.masked_fill(future, -torch.inf), dim=-1) @ v
@@ -289,7 +292,7 @@ def figures_of(seconds, cfg, model):
     return seconds * 1e3, tokens / seconds, memory, flops / seconds / peak
 
 def plain_side(repeats, warmup, **constants):
-    """Return figures_of() a step of a plain loop around transformers' GPT-2.
+    """Time a step of a plain loop around transformers' GPT-2. Return its figures_of().
 
     The loop is eager, in float32, with AdamW, and the model returns its logits.
     """
@@ -306,13 +309,13 @@ def plain_side(repeats, warmup, **constants):
 
 def step_side(repeats, warmup, fused=True, logits=False, flash=True, tf32=True, padded=True,
               tune=False, ahead=False, late=False, **constants):
-    """Return figures_of() a step of train_gpt2.py, with some of its speed-ups taken away or added.
+    """Time a step of train_gpt2.py with some speed-ups removed or added. Return its figures_of().
 
-    fused=False: AdamW with torch's default, foreach. logits=True: the model returns logits that
-    nobody uses. flash=False: attention that writes its matrices to memory. tf32=False: full
-    float32 products. padded=False: a vocabulary of 50,257. tune=True: coordinate descent tuning in
-    torch.compile. ahead=True: the next batch is read before the loss is waited for. late=True: the
-    loss of a step is read after the next step has been started.
+    fused=False: AdamW uses torch's default, foreach. logits=True: the model returns unused logits.
+    flash=False: attention writes its matrices to memory. tf32=False: matrices are multiplied in
+    full float32. padded=False: the vocabulary has 50,257 rows. tune=True: torch.compile uses
+    coordinate descent tuning. ahead=True: the next batch is read before waiting for the loss.
+    late=True: the loss of a step is read after the next step has been started.
     """
     if not padded:
         t.padded = lambda n_vocab: n_vocab
@@ -343,12 +346,12 @@ def step_side(repeats, warmup, fused=True, logits=False, flash=True, tf32=True, 
         [seconds] = median_seconds(one_step, repeats=repeats, warmup=warmup)
         return figures_of(seconds, run.cfg, model)
 
-PLAIN = dict(function="plain_side")  # a variant that is no step of train_gpt2.py
+PLAIN = dict(function="plain_side")  # a variant that does not use train_gpt2.py's step
 
 def variant_rows(variants, **size):
-    """Yield a table with a row for each of {name: what it changes in step_side()'s arguments}.
+    """Yield a table with a row for each variant. Raise MemoryError if memory runs out.
 
-    Raise MemoryError if memory runs out.
+    variants: {name: arguments of step_side() that this variant changes}. size: the other arguments.
     """
     yield "\n" + header("variant", "ms per step", "speed-up over the first row",
                         "speed-up over the row above", "tokens per second", "peak memory, GiB",
@@ -367,9 +370,9 @@ def variant_rows(variants, **size):
         before = ms
 
 def step_table(variants, B, T, total=None, **more):
-    """Yield variant_rows(); if memory runs out, start the table again with half of B.
+    """Yield variant_rows(). If memory runs out, start the table again with half of B.
 
-    total: tokens per step, B * T if it is not given.
+    total: tokens per step. The default is B * T.
     """
     while B:
         size = dict(B=B, T=T, total_batch_size=total or B * T) | TIMES | more
@@ -381,7 +384,7 @@ def step_table(variants, B, T, total=None, **more):
             B //= 2
 
 def step():
-    """Time a step of this script and of a plain one: eager, foreach AdamW, unused logits."""
+    """Time a step of train_gpt2.py, with its speed-ups added one by one, and of a plain loop."""
     plain = {} if CUDA else {"a plain loop around transformers' GPT-2, float32": PLAIN}
     ours = {"train_gpt2.py, eager, foreach AdamW, logits returned": dict(fused=False, logits=True),
             "... with fused AdamW": dict(logits=True),
@@ -392,9 +395,9 @@ def step():
                       dtype="bfloat16", compile=False)
 
 def ladder(B=16 if CUDA else 2, T=1024 if CUDA else 256, **more):
-    """Repeat the speed-ups of the lecture "Let's reproduce GPT-2 (124M)" one after the other.
+    """Repeat the speed-ups of the lecture "Let's reproduce GPT-2 (124M)", one after the other.
 
-    The times in parentheses are the lecture's, on its A100 with 16 rows of 1,024 tokens.
+    The times in parentheses are from the lecture, on an A100 with 16 rows of 1,024 tokens.
     """
     rungs = {"float32, naive attention (1000 ms)":
              dict(dtype="float32", compile=False, fused=False, flash=False, tf32=False,
@@ -413,7 +416,7 @@ def ladder(B=16 if CUDA else 2, T=1024 if CUDA else 256, **more):
 def reference():
     """Compare the losses with those of a plain loop around transformers' GPT-2.
 
-    The loop runs in one process. The script runs in one and two processes, with different B.
+    The loop uses one process. The script uses one or two processes and different values of B.
     """
     import transformers
     changes = dict(optimizer="adamw", max_lr=1e-3, max_steps=20, dtype="float32", eval_every=0,
@@ -440,10 +443,10 @@ def reference():
 class MuonSize(NamedTuple):
     """A model and a text on which Muon and AdamW are compared."""
     name: str
-    fineweb: bool    # trained on the FineWeb stand-in, else on input.txt
-    steps: int       # steps of AdamW
-    adamw_lr: float  # AdamW's best max_lr of a grid, or the value between two equal ones
-    muon_lr: float   # the same for Muon
+    fineweb: bool    # whether to train on the FineWeb stand-in instead of input.txt
+    steps: int       # number of AdamW's steps
+    adamw_lr: float  # AdamW's best max_lr in a grid, or the middle of two that are equally good
+    muon_lr: float   # Muon's best max_lr, found in the same way
     changes: dict    # constants that differ from SMALL
 
 MUON_SIZES = [
@@ -482,8 +485,8 @@ def muon():
             for seed in (1, 2, 3):
                 (_, goal, adamw_s), (_, at_30, muon_s), (_, at_50, _) = pool.map(
                     lambda side: measure("trained", seed=seed, **changes | side), sides)
-                # Muon's loss was measured with 30 % and 50 % of the tokens. Between the two it is
-                # taken as linear in log(tokens).
+                # Muon's loss was measured with 30 % and 50 % of the tokens. Interpolate linearly in
+                # log(tokens)
                 way = (at_30 - goal) / (at_30 - at_50)
                 found.append((goal, 0.3 * (0.5 / 0.3) ** way, muon_s / adamw_s))
             losses, shares, times = zip(*found)
@@ -492,7 +495,7 @@ def muon():
                         f"{np.median(times):.2f}")
 
 def saved_bytes(B, T):
-    """Return the bytes that a forward pass of the 124M keeps for backward, weights included."""
+    """Return the bytes that the 124M model keeps for the backward pass, including its weights."""
     kept, idx, model = {}, torch.zeros(B, T, dtype=torch.int64), t.GPT(t.GPTConfig())
 
     def pack(tensor):
@@ -513,7 +516,7 @@ def memory():
         two, four = (measure("step_side", **TIMES, B=B, T=T, total_batch_size=B * T)[2]
                      for B in (2, 4))
         row, fixed, how = (four - two) / 2, 2 * two - four, "Measured at B=2 and B=4, compiled"
-    else:  # besides saved tensors: gradients of log-probabilities and of logits, in float32
+    else:  # add the float32 gradients of log-probabilities and of logits to the saved tensors
         row = saved_bytes(2, T) - saved_bytes(1, T) + T * 50304 * (4 + 4)
         fixed = (16 + 2) * 124_475_904  # weights, gradients, AdamW's state, copies in bfloat16
         how = "Computed on a CPU for eager bfloat16 (a compiled model needs less)"
@@ -525,10 +528,10 @@ def memory():
 
 # ---- guard: delays that users notice
 SHORT = QUICK | dict(repeats=60, warmup=10)
-LARGE = dict(T=256, B=8, total_batch_size=2048, device="cpu", repeats=4, warmup=1)  # the 124M
+LARGE = dict(T=256, B=8, total_batch_size=2048, device="cpu", repeats=4, warmup=1)  # 124M
 
 def ready_side():
-    """Return the CPU seconds that a start spends on preparing HellaSwag's questions."""
+    """Return the CPU time in seconds for preparing HellaSwag's questions at the start."""
     h.DATA = QUESTIONS.resolve(strict=True)
     model = t.GPT(t.GPTConfig(n_layer=1, n_head=1, n_embd=8))
     start = time.process_time()
@@ -536,13 +539,13 @@ def ready_side():
     return time.process_time() - start
 
 def large_model():
-    """Return a random 124M on the CPU, and the autocast context that the script would use."""
+    """Return a random 124M model on the CPU, and the autocast context that a run would use."""
     dtype = t.pick_dtype("auto", t.pick_device("cpu"))
     torch.set_grad_enabled(False)
     return t.GPT(t.GPTConfig()), torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
 
 def score_side():
-    """Return the seconds of scoring 101 questions, and of a plain loop over single questions."""
+    """Return the seconds for scoring 101 questions: by hellaswag.py, and one at a time."""
     h.DATA = QUESTIONS.resolve(strict=True)
     model, autocast = large_model()
     examples = list(h.iterate_examples("val"))[::100]
@@ -553,17 +556,17 @@ def score_side():
             lambda: [model(tokens)[0].log_softmax(-1) for _, tokens, _, _ in rendered], repeats=3)
 
 def token_side():
-    """Return the seconds of a sampled token, and of a forward pass over the same context."""
+    """Return the seconds for sampling a token, and for a forward pass over the same context."""
     (model, autocast), idx = large_model(), torch.randint(50257, (1, 200))
     with autocast:
         return median_seconds(lambda: model.generate(idx, 1, top_k=50), lambda: model(idx),
                               repeats=30, warmup=3)
 
 def tokenize_side():
-    """Return the seconds of fineweb.py, start to end, and of tiktoken alone on all cores."""
+    """Return the seconds for tokenizing texts: with fineweb.py, and with tiktoken alone."""
     import pyarrow.parquet as pq
     files = sorted(TEXTS.resolve(strict=True).glob("*.parquet"))
-    # Each file is read twice, so that the start of fineweb.py weighs little
+    # Use each file twice, so that the start of fineweb.py is a small part of the time
     texts = [text for file in files for text in pq.read_table(file)["text"].to_pylist()] * 2
     for i, file in enumerate(files * 2):
         Path(f"{i:03d}.parquet").symlink_to(file)
@@ -580,10 +583,10 @@ def tokenize_side():
                           tiktoken_alone, repeats=3)
 
 def save_side(**constants):
-    """Return medians of four saves and of plain writes of as many bytes.
+    """Return medians over four saves and four plain writes of equal size.
 
     These are the seconds that training waits, the seconds of a plain write with fsync, the seconds
-    until a save is verified, and its bytes.
+    until the save is verified, and its size in bytes.
     """
     with training_run(**constants) as run:
         t.train_step(run)  # creates the optimizer's state
@@ -599,7 +602,7 @@ def save_side(**constants):
     return np.median(found[1:], axis=0).tolist()  # the first save allocates memory
 
 def first_step_seconds():
-    """Return the seconds from the quick start's command to the line about its first step."""
+    """Return the seconds from the start of the quick start to the line about its first step."""
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder, started(
             COMMAND, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
@@ -609,11 +612,11 @@ def first_step_seconds():
     raise RuntimeError("the quick start printed no line about its first step")
 
 def import_seconds():
-    """Return the seconds of a Python that only imports torch, numpy and tiktoken."""
+    """Return the seconds that Python takes to start and to import torch, numpy and tiktoken."""
     return seconds_of(output_of, [sys.executable, "-c", "import torch, numpy, tiktoken"])
 
 def peak_side():
-    """Return the peak memory of the first 40 steps of the quick start in GB (on Linux)."""
+    """Return the peak memory in GB of the first 40 steps of the quick start (on Linux)."""
     output_of([*COMMAND, "--max_steps=40"])
     return resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024 / 1e9
 
@@ -622,8 +625,8 @@ def ms_of(side, **arguments):
     return lambda: measure(side, **arguments)[0]
 
 class Figure(NamedTuple):
-    """A figure of guard. The sides return one number, or two, of which the figure is the ratio."""
-    name: str                  # guard.txt is compared by this name
+    """A figure of guard(). If its sides return two numbers in total, the figure is their ratio."""
+    name: str                  # the figure on record is found by this name
     rounds: int
     sides: list
     load_matters: bool = True  # whether another load on the machine changes the figure
@@ -652,10 +655,10 @@ GUARD = [
            load_matters=False)]
 
 def measured(figure):
-    """Return (value, text) of a figure. A figure that takes too long is worse than any record."""
+    """Return (value, text) of a figure. The value is infinite if it takes too long to measure."""
     try:
         values = medians_in_turns(figure.rounds, *figure.sides)
-    except Exception as e:  # whatever happens, the next figure is measured
+    except Exception as e:  # after any error, measure the next figure
         value = np.inf if isinstance(e, TimeoutError) else np.nan
         return value, f"not measured: {t.first_line(e)}"
     if len(values) == 1:
@@ -664,11 +667,11 @@ def measured(figure):
     return ratio, f"{ratio:.3g} ({values[0]:.4g} / {values[1]:.4g})"
 
 def recorded_figures(record):
-    """Return {name: value, as text} of a table that guard() has written."""
+    """Return {name: value as text} of a table that guard() has written."""
     return dict(re.findall(r"^\| ([^|]+) \| (\d[\d.e+-]*)[ |(]", record, re.M))
 
 def guard(only, record):
-    """Measure the delays that users notice and compare them with the record.
+    """Measure delays that users notice, and compare them with the record.
 
     In a row with a slash, the figure is the ratio of two times, which follow in parentheses.
     Smaller is better in every row.
@@ -700,7 +703,7 @@ def guard(only, record):
         yield f"More than 15 % worse than the record: {'; '.join(worse) or 'none'}."
 
 def busy():
-    """Time the quick start's step in ms, beside busy processes, by the number of OpenMP threads."""
+    """Time a step of the quick start in ms, while 0, 1 or more other processes are busy."""
     if line := not_valid(wait_for_free_cores()):
         yield f"{line}\n"
     threads = sorted({1, max(1, CORES - 1), CORES}, reverse=True)
@@ -710,12 +713,12 @@ def busy():
                  for n in threads]
         yield cells(processes, *(f"{ms:.1f}" for ms in medians_in_turns(3, *sides)))
 
-# ---- gpu: a session on a GPU. Without a GPU, a tiny version of each part runs, to test the session
+# ---- gpu: a session on a GPU. Without a GPU, run a tiny version of each part, to test the session
 SIZE = dict(B=64, T=1024) if CUDA else dict(B=4, T=64, n_layer=2, n_head=2, n_embd=48)
-# A step with one micro-step, as each of eight GPUs has it
+# A step that has one micro-step, as on each of eight GPUs
 ONE = SIZE | dict(total_batch_size=SIZE["B"] * SIZE["T"])
-# One idea is missing here: to spread Muon's products over the ranks. It would need several GPUs to
-# time it, and Muon.step() would have to gather every matrix. It could save 7/8 of Muon's time.
+# Spreading Muon's products over the ranks is not timed here, because this needs several GPUs, and
+# Muon.step() would have to gather every matrix. It could save 7/8 of Muon's time
 SWITCHES = {"unchanged": {},
             "coordinate descent tuning": dict(tune=True, compile=False),
             "the next batch is read before the loss": dict(ahead=True),
@@ -729,7 +732,7 @@ def save_rows():
            f"verified after {whole:.1f} s. A plain write with fsync takes {plain:.2f} s.")
 
 def loss_rows():
-    """Yield lines that compare the quick start's losses here with the CPU's in float32."""
+    """Yield lines that compare the quick start's losses on this device with those on the CPU."""
     expected, *_ = measure("trained", max_steps=20)
     for dtype, compiled in (("float32", False), ("auto", False), ("auto", True)):
         ours, *_ = measure("trained", max_steps=20, device=DEVICE, dtype=dtype, compile=compiled)
@@ -740,10 +743,10 @@ def loss_rows():
 def duties_side(**constants):
     """Return the seconds of a step, a validation, a HellaSwag score and a sample.
 
-    Validation and HellaSwag have the size that one of eight processes has to do.
+    Validation and HellaSwag have the size of the share of one of eight processes.
     """
     tokens, n = (t.Config.val_tokens // 8, h.TOTAL // 8) if CUDA else (1024, 8)
-    # Questions as long as HellaSwag's: contexts of 45 tokens and endings of 29 on average
+    # As in HellaSwag, contexts have 45 tokens on average, and endings have 29
     h.iterate_examples = lambda split: [
         {"ctx": "a" * (10 + i % 71), "endings": ["b" * (5 + i % 49)] * 4, "label": 0}
         for i in range(n)]
@@ -754,7 +757,7 @@ def duties_side(**constants):
                 *median_seconds(*duties, repeats=3, warmup=1)]
 
 def duty_rows():
-    """Yield a table of what a run does besides its steps, and how much time it adds."""
+    """Yield a table of the time that validation, HellaSwag, samples and saves add to the steps."""
     step, *seconds = [*measure("duties_side", **ONE), measure("save_side", **ONE)[0]]
     c, total = t.Config, 0
     every = {"validation": c.eval_every, "HellaSwag": c.hellaswag_every, "sample": c.sample_every,
@@ -776,9 +779,9 @@ def test_rows():
             raise TimeoutError("the session's time was over before the tests ended")
 
 def gpu(only, minutes):
-    """Measure on a GPU, the most wanted figures first.
+    """Measure a session on a GPU, the most important figures first.
 
-    The last line names the parts that were left out.
+    The last line names the parts that could not be measured.
     """
     limits.end = time.monotonic() + 60 * minutes
     limits.command_s = max(60, 60 * minutes / 9)
@@ -796,13 +799,13 @@ def gpu(only, minutes):
     for name in filter(only.search, parts):
         try:
             yield from parts[name]
-        except Exception as e:  # whatever happens, the next part runs
+        except Exception as e:  # after any error, run the next part
             left_out.append(f"{name} ({t.first_line(e)})")
     yield f"\nLeft out: {'; '.join(left_out) or 'nothing'}."
 
 # ---- the command line
 def title(name, bench):
-    """Return the first lines of a bench's output: what it does, when, where."""
+    """Return the first lines of a benchmark's output: what it does, the time and the machine."""
     gpu_name = torch.cuda.get_device_name() if CUDA else "no GPU"
     return (f"# {name}: {inspect.getdoc(bench)}\n\n{time.strftime('%F %R')}; Python "
             f"{sys.version.split()[0]}; {gpu_name}; {kind_of_cpu()}\n")
@@ -817,8 +820,8 @@ def main():
                              "appended to")
     args, failed = parser.parse_args(), []
     path = ROOT / "tests" / "measured" / "guard.txt"
-    record = path.read_text() if path.exists() else ""  # read now, as --save may replace it
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that started() kills its process
+    record = path.read_text() if path.exists() else ""  # read it now, since --save may replace it
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # lets started() kill its process
     for name in BENCHES if args.which == "all" else [args.which]:
         path = args.save / f"{name}.txt" if args.save else Path(os.devnull)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -829,7 +832,7 @@ def main():
                 for line in itertools.chain([title(name, bench)], bench(*arguments)):
                     for place in (sys.stdout, file):
                         print(line, file=place, flush=True)
-            except Exception:  # whatever happens, the next bench runs
+            except Exception:  # after any error, run the next benchmark
                 traceback.print_exc()
                 failed.append(name)
     sys.exit(f"bench.py: failed: {', '.join(failed)}" if failed else 0)

@@ -1,7 +1,7 @@
 """Print a table that compares finished runs, and say which differences exceed the noise.
 
     python tests/compare.py "log_*"                 # the baseline is the row of the first folder
-    python tests/compare.py "log_plain_*" "log_*"   # ... of the first folder of the first pattern
+    python tests/compare.py "log_plain_*" "log_*"   # the baseline is the first log_plain_* row
 
 The script reads run.json and log.txt of each folder and nothing else.
 
@@ -17,8 +17,8 @@ seed to seed than losses of long ones, so rows of another length would change th
 shown, but they are left out of the noise and get no verdict.
 
 A row is ahead of the baseline or behind it if Student's t-test (two-sided, 95 %) finds a
-difference; otherwise it is within the noise. If no comparable row has two seeds, nothing can be
-said. A row that ends in (!) has a warning that concerns its result; its text is below the table.
+difference. Otherwise it is within the noise. If no comparable row has two seeds, there is no
+verdict. A row that ends in (!) has a warning about its result, which is printed below the table.
 
 If matplotlib is installed, compare.png shows the validation losses of all runs as thin lines, and
 the mean of each row as a bold line.
@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2 as t  # noqa: E402
 
 # Critical values of Student's t for 1, 2, ..., 10 degrees of freedom. With more degrees of freedom
-# the value falls slowly to 1.96, so using 2.23 there is on the safe side.
+# the value falls slowly to 1.96, so 2.23 is a safe choice there
 T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 
 # ---- reading runs
@@ -54,18 +54,18 @@ class Row:
         return next(iter(self.runs.values()))[0]
 
     def results(self, key):
-        """Return the list of one number of the runs' results, for example "val" or "steps"."""
+        """Return the runs' values of one entry of the result, for example "val" or "steps"."""
         return [result[key] for _, result in self.runs.values()]
 
 def code_of(run):
-    """Return the checksum of a run's code; "first+second" if other code continued the run."""
+    """Return the checksum of a run's code, or "first+second" if other code continued the run."""
     checksums = [start["code"] for start in run["starts"]]
     return "+".join(f"{checksum:08x}" for checksum, _ in itertools.groupby(checksums))
 
 def read_finished_run(folder):
-    """Return (seed, what runs of its row share, result) of a folder.
+    """Return (seed, shared, result) of the run in a folder. `shared` is that of the run's Row.
 
-    Raise ValueError with the reason if it holds no finished run.
+    Raise ValueError with the reason if the folder holds no finished run.
     """
     try:
         run = t.read_run(folder)
@@ -79,12 +79,12 @@ def read_finished_run(folder):
         raise ValueError(f"the run failed: {result['failed']}")
     if "val" not in result:
         raise ValueError("the run has no result yet")
-    if shared.get("minutes"):  # max_steps is what fitted into the time, so it differs between seeds
+    if shared.get("minutes"):  # max_steps then depends on speed, so it differs between seeds
         del shared["max_steps"]
     return seed, shared, result
 
 def read_rows(patterns):
-    """Return the list of rows of all folders that match the patterns, the baseline first."""
+    """Return a list of Rows of all runs whose folders match the patterns, the baseline first."""
     rows, folders = {}, {}
     for pattern in patterns:
         matches = sorted(glob.glob(pattern))
@@ -107,7 +107,7 @@ def read_rows(patterns):
 
 # ---- the table
 def why_not_comparable(row, baseline):
-    """Return why a loss says nothing against the baseline's, or "" if the two are comparable."""
+    """Return why a row is not comparable with the baseline, or "" if it is."""
     if row.shared.get("encoding") != baseline.shared.get("encoding"):
         return "another encoding"
     minutes = row.shared.get("minutes")
@@ -117,9 +117,9 @@ def why_not_comparable(row, baseline):
     return "" if same_minutes or same_number else "another length"
 
 def pooled_noise(losses):
-    """Return the noise of a run and its degrees of freedom, from a list of losses for each row.
+    """Return the noise of a run and its degrees of freedom. The noise is infinite if these are 0.
 
-    The noise is infinite if no row has two losses.
+    losses: a list for each row.
     """
     freedom = sum(len(values) - 1 for values in losses)
     squares = sum(np.var(values) * len(values) for values in losses)
@@ -141,7 +141,7 @@ def compared(row, baseline, noise, freedom):
     return f"{ahead:+.4f} +- {allowed:.4f}: {verdict}"
 
 def differences(row, baseline):
-    """Return the constants (and data, code) in which a row differs from the baseline, as text."""
+    """Return a text that lists the constants, data and code that differ from the baseline's."""
     names = sorted({*row.shared, *baseline.shared})
     changed = [name for name in names if row.shared.get(name) != baseline.shared.get(name)]
     return ", ".join(f"{name}={row.shared.get(name)!r}" for name in changed) or "-"
@@ -181,7 +181,7 @@ def table_row(row, baseline, noise, freedom):
     return f"| {' | '.join(cells)} |"
 
 def table(rows):
-    """Yield the lines of the table, the row with the lowest mean loss first, and of its notes."""
+    """Yield the lines of the table, with the lowest mean loss first, and of the notes below it."""
     baseline = rows[0]
     reasons = {row.name: why_not_comparable(row, baseline) for row in rows}
     pooled = [row.results("val") for row in rows if not reasons[row.name]]
@@ -206,9 +206,9 @@ def table(rows):
 
 # ---- the figure
 def curve_of(folder, result):
-    """Return an array (3, N) of million tokens, minutes of steps, and validation loss.
+    """Return an array (3, N) with the million tokens, minutes and loss of each validation.
 
-    Step 0 is left out. N is 0 for runs of older code, whose log has no minutes.
+    Step 0 is left out. N is 0 for runs of older code, whose logs contain no minutes.
     """
     streams = t.read_streams(folder)
     minutes = dict(streams["minutes"])
@@ -218,7 +218,7 @@ def curve_of(folder, result):
     return np.reshape(points, (-1, 3)).T
 
 def draw(rows, path):
-    """Draw validation losses over tokens and over minutes of steps."""
+    """Plot the validation losses against tokens and against minutes of training steps."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots(1, 2, sharey=True)

@@ -69,11 +69,11 @@ def loss_and_gradients(model, loss):
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
 
 @pytest.mark.parametrize("left_out, smoothing", [(0, 0.0), (40, 0.0), (40, 0.1)])
-def test_loss_is_that_of_logits_without_the_padding(monkeypatch, left_out, smoothing):
+def test_the_padding_does_not_affect_the_loss(monkeypatch, left_out, smoothing):
     """Loss and gradients equal those of a model without padding, and the padding gets no gradient.
 
-    This holds also with label smoothing, which would be infinite if the logits of the padding were
-    -inf. Targets of -100 are left out of the mean.
+    This also holds with label smoothing, where the loss would be infinite if the logits of the
+    padding were -inf. Targets of -100 are left out of the mean.
     """
     smoothed = partial(F.cross_entropy, label_smoothing=smoothing)
     monkeypatch.setattr(F, "cross_entropy", smoothed)
@@ -98,24 +98,21 @@ def test_loss_is_that_of_logits_without_the_padding(monkeypatch, left_out, smoot
     assert model(idx, torch.full_like(idx, -100))[1] == 0  # and not 0 / 0
 
 def test_loss_is_computed_in_float32_under_autocast():
-    """Under autocast, the blocks work in bfloat16, and the loss is computed in float32.
-
-    A GPU's autocast would compute the loss in the type of the logits.
-    """
+    """Under autocast, the residual stream is bfloat16, and the loss is computed in float32."""
     model, stream = small(), []
     exact = model(ids(), ids())[1]
     model.transformer.h[1].register_forward_pre_hook(lambda _, args: stream.append(args[0].dtype))
     with torch.autocast("cpu", torch.bfloat16), mock.patch.object(
             F, "cross_entropy", wraps=F.cross_entropy) as cross_entropy:
         loss = model(ids(), ids())[1]
-    assert stream == [torch.bfloat16]  # the residual stream; float32 would take twice the memory
+    assert stream == [torch.bfloat16]  # float32 would take twice the memory
     assert cross_entropy.call_args.args[0].dtype == loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), abs=0.02) and loss.item() != exact.item()
 
 def test_a_compiled_model_computes_the_same():
     """torch.compile changes neither loss nor gradients nor samples, and compiles one graph.
 
-    Samples compile nothing, whatever their length.
+    Sampling compiles nothing, for any length of the text.
     """
     torch.compiler.reset()
     model, idx = small(), ids(T=33)
@@ -132,7 +129,7 @@ def test_a_compiled_model_computes_the_same():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 def naive(model, idx, n, temperature, top_k, generator=None):
-    """Continue idx with n tokens in the simplest way."""
+    """Append n sampled tokens to idx, in the simplest way."""
     for _ in range(n):
         logits = model(idx[:, -32:])[0][:, -1]
         worst = logits.topk(top_k).values[:, -1:]
@@ -160,7 +157,7 @@ def test_generate_does_not_affect_training():
     assert torch.equal(torch.get_rng_state(), state)
 
 def stub_run(model, cfg, rows, optimizers=None, float16=False):
-    """Return a Run with what train_step() needs. Each micro-step gets all `rows`."""
+    """Return a Run with the attributes that train_step() uses. Each micro-step reads all `rows`."""
     state = t.State(model, optimizers or t.configure_optimizers(model, cfg),
                     torch.amp.GradScaler("cpu", enabled=float16))
     run = mock.MagicMock(cfg=cfg, state=state, ddp_model=model, device=torch.device("cpu"))
@@ -180,8 +177,8 @@ def test_one_batch_can_be_overfitted(optimizer):
 def test_a_step_moves_by_the_clipped_gradient(monkeypatch, micro_steps, processes, grad_clip):
     """A step moves the weights by the clipped gradient of the mean loss over all targets.
 
-    In each micro-batch, 40 targets are masked and do not count. The norm that is returned is the
-    one before clipping. Processes exchange gradients in the last micro-step only.
+    In each micro-batch, 40 targets are masked and do not count. The returned norm is the norm
+    before clipping. Processes exchange gradients in the last micro-step only.
     """
     model, x, y = shake(small()).train(), ids(), ids(seed=1)
     y.view(-1)[:40] = -100
@@ -206,10 +203,10 @@ def test_a_step_moves_by_the_clipped_gradient(monkeypatch, micro_steps, processe
         assert p.grad is None
 
 @pytest.mark.parametrize("shape, quarter", [("linear", 0.75), ("cosine", 0.5 + 0.5**1.5)])
-def test_learning_rate_at_the_corners_of_its_schedule(shape, quarter):
-    """The learning rate is right at both ends of warmup and decay, and within the decay.
+def test_learning_rate_at_points_of_its_schedule(shape, quarter):
+    """The learning rate is right at both ends of warmup and decay, and during the decay.
 
-    quarter: the part of the decay that remains after a quarter of its steps.
+    quarter: the fraction of the decay that remains after a quarter of its steps.
     """
     cfg, fall = t.Config(lr_shape=shape), 19073 - 715
     expected = {0: 6e-4 / 715, 714: 6e-4, 715: 6e-4, 715 + fall // 2: 3.3e-4, 19073: 6e-5,
@@ -240,8 +237,8 @@ def test_every_trainable_parameter_is_in_one_group_of_an_optimizer(optimizer):
     assert (adamw["betas"], adamw["eps"], adamw["fused"]) == ((0.9, 0.95), 1e-8, True)
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 0.02), (torch.bfloat16, 0.08)])
-def test_our_muon_computes_the_same_as_torchs(dtype, tolerance):
-    """Our Muon casts matrices before it stacks them, to save memory.
+def test_our_muon_computes_the_same_as_that_of_torch(dtype, tolerance):
+    """To save memory, our Muon casts matrices to its dtype before it stacks them.
 
     It does not change a parameter that has no gradient.
     """
@@ -264,7 +261,10 @@ def test_our_muon_computes_the_same_as_torchs(dtype, tolerance):
     assert (unused == 1).all()
 
 def test_muon_treats_query_key_and_value_as_three_matrices():
-    """As one matrix, the large gradient of the value would leave little for query and key."""
+    """The update of c_attn equals the updates of three separate matrices.
+
+    If c_attn were one matrix, a large gradient of the value would leave little for query and key.
+    """
     def after_a_step(grad):
         p = torch.nn.Parameter(torch.ones_like(grad))
         p.grad = grad
@@ -275,7 +275,7 @@ def test_muon_treats_query_key_and_value_as_three_matrices():
     torch.testing.assert_close(after_a_step(grad), torch.cat([*map(after_a_step, grad.chunk(3))]))
 
 def test_newton_schulz_makes_singular_values_about_one():
-    """It keeps the singular vectors, and a matrix of zeros remains zero."""
+    """The singular vectors do not change, and a matrix of zeros remains zero."""
     G = torch.randn(3, 40, 20, generator=seeded()) * torch.tensor([1e-3, 1, 1e3]).view(3, 1, 1)
     U, _, Vh = torch.linalg.svd(G, full_matrices=False)
     for X in (t.newton_schulz(G), t.newton_schulz(G.mT).mT):

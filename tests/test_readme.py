@@ -1,6 +1,6 @@
-"""README.md: its commands, links, figures and examples agree with the files of this repository.
+"""Tests of README.md: commands, links, figures and examples must agree with this repository.
 
-These tests read text only. They import neither torch nor the scripts, and they start no process.
+These tests read only text. They import neither torch nor the scripts, and they start no process.
 """
 import ast
 import re
@@ -32,7 +32,7 @@ def constants_of(name):
             for line in config.body if isinstance(line, ast.AnnAssign)}
 
 def options_of(path):
-    """Return the options that a script gives to argparse, or that conftest.py gives to pytest."""
+    """Return the options that a script defines for argparse, or conftest.py for pytest."""
     text = (ROOT / path).read_text(encoding="utf-8")
     calls = re.findall(r"(?:add_argument|addoption)\(([^)]*)", text)
     return {option for call in calls for option in re.findall(r'"(--?[\w-]+)"', call)}
@@ -69,7 +69,7 @@ def check_constant(script, word):
 
 # ---- commands
 def commands_in(text):
-    """Return the commands in a text of bash, each as a list of words."""
+    """Return the commands in a bash script, each as a list of words."""
     text = text.replace("\\\n", " ")
     commands = []
     for line in text.splitlines():
@@ -84,18 +84,21 @@ def commands_in(text):
     return [words for words in map(without_shell_words, commands) if words]
 
 def without_shell_words(words):
-    """Return a command without `do`, `srun` and assignments in front; [] for other shell words."""
+    """Return a command without leading `do`, `srun` and assignments, or [] for `for` and `done`."""
     while words and (words[0] in ("do", "srun") or re.match(r"\w+=", words[0])):
         words = words[1:]
     return [] if words and words[0] in ("for", "done") else words
 
 class Session:
-    """A reader who runs the commands of the README in order. `made` are the files that exist."""
+    """A simulation of a reader who runs the commands of the README in order.
+
+    made: the names of files and folders that exist at this point.
+    """
     def __init__(self):
         self.made = {path.name for path in ROOT.iterdir()} | INPUTS
 
     def run(self, words):
-        """Check a command, and note what it writes. Raise AssertionError if it cannot work."""
+        """Check a command and record what it writes. Raise AssertionError if it cannot work."""
         program, arguments = words[0], words[1:]
         if program in ("python", "python3"):
             self.run_python(arguments)
@@ -115,7 +118,7 @@ class Session:
                 self.need(arguments[-1])
 
     def need(self, path):
-        """Raise AssertionError if a path is neither in the repository nor made before."""
+        """Raise AssertionError if a path is not in the repository and no command has made it."""
         assert path.split("/")[0] in self.made, f"{path} does not exist at this point"
 
     def check_options(self, program, arguments):
@@ -173,7 +176,7 @@ class Session:
             benches = re.search(r'BENCHES = "([\w ]+)"', (ROOT / script).read_text())[1].split()
             assert arguments[0] in ("guard", "gpu", "all", *benches), arguments[0]
 
-def test_each_command_in_a_block_can_work_where_it_stands():
+def test_each_command_in_a_block_can_work_after_those_before_it():
     """Programs, flags and values exist. Files are in the repository or made by earlier commands."""
     session = Session()
     blocks = [text for language, text in BLOCKS if language == "bash"]
@@ -183,7 +186,10 @@ def test_each_command_in_a_block_can_work_where_it_stands():
             session.run(words)
 
 def test_each_command_within_a_sentence_can_work():
-    """As in blocks. Runs that other commands of the README make may be there."""
+    """Commands in a sentence are checked like those in blocks.
+
+    They may use the folders of runs that other commands of the README make.
+    """
     session, seen = Session(), 0
     session.made |= {"log", "log_small", "edu_fineweb10B", "tests"}
     for code in INLINE:
@@ -213,12 +219,13 @@ def test_each_flag_within_a_sentence_exists():
     ("python tests/bench.py gard", "gard"),
     ("trochrun train_gpt2.py", "unknown program"),
 ])
-def test_a_wrong_command_is_noticed(command, reason):
+def test_a_wrong_command_is_found(command, reason):
+    """The tests above fail if the README contains a command like these."""
     [words] = commands_in(command)
     with pytest.raises(AssertionError, match=reason):
         Session().run(words)
 
-def test_blocks_of_python_are_python():
+def test_python_blocks_can_be_compiled():
     blocks = [text for language, text in BLOCKS if language == "python"]
     assert blocks
     for text in blocks:
@@ -230,7 +237,10 @@ def setup_commands():
     return [line for line in lines if "venv" in line]
 
 def test_each_setup_command_does_everything_on_one_line():
-    """Each ends by training or by testing. The CPU build comes before the default build."""
+    """Each line installs the requirements and then trains or tests.
+
+    The line for the CPU build of torch comes before the line for the default build.
+    """
     commands = setup_commands()
     assert len(commands) == 4
     for command in commands:
@@ -241,7 +251,7 @@ def test_each_setup_command_does_everything_on_one_line():
     assert "pip install -r requirements.txt pytest matplotlib &&" in commands[3]
 
 def test_ci_installs_what_the_readme_installs():
-    """The newcomer of .ci/run uses the README's command, apart from pip's -q."""
+    """The newcomer's part of .ci/run installs with the README's command, and with pip's -q."""
     ci = (ROOT / ".ci" / "run").read_text()
     [install] = re.findall(r"^pip install -q (-r requirements.txt pytest matplotlib)$", ci, re.M)
     assert f"pip install {install} && pytest -q tests" in setup_commands()[3]
@@ -255,8 +265,8 @@ def test_headings_that_other_texts_refer_to_exist():
                  "Run the tests"):
         assert name in headings()
 
-def test_links_lead_somewhere():
-    """Relative links and images lead to files, and links within the page to headings."""
+def test_targets_of_links_exist():
+    """Relative links and images lead to files, and links within the page lead to headings."""
     anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings()}
     links = re.findall(r"\]\(([^)\s]+)\)", TEXT)
     assert len(links) >= 20
@@ -266,7 +276,7 @@ def test_links_lead_somewhere():
         elif not link.startswith("https://"):
             assert (ROOT / link).exists(), link
 
-def test_what_is_mentioned_has_a_link():
+def test_other_projects_and_papers_have_a_link():
     for part in ("github.com/karpathy/nanoGPT", "github.com/karpathy/build-nanogpt",
                  "youtube.com/watch?v=l8pRSuU81PU", "HuggingFaceFW/fineweb-edu", "1905.07830",
                  "kellerjordan.github.io/posts/muon", "github.com/openai/tiktoken",
@@ -274,12 +284,12 @@ def test_what_is_mentioned_has_a_link():
         assert part in README, part
 
 def test_lines_have_at_most_100_columns():
-    """Rows of tables and the set-up commands, which stay on one line, may be longer."""
+    """Rows of tables and the setup commands may be longer, since they cannot be wrapped."""
     for line in README.splitlines():
         if not line.startswith("|") and line not in setup_commands():
             assert len(line) <= 100, line
 
-def test_names_in_the_section_about_changes_are_in_the_scripts():
+def test_names_in_the_section_change_the_code_are_in_the_scripts():
     section = re.search(r"^## Change the code\n(.*?)^### ", TEXT, re.M | re.S)[1]
     sources = "\n".join(SOURCES.values())
     names = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*)?`", section)
@@ -295,14 +305,17 @@ NUMBER = re.compile(r"(?<![\w.+/-])(\d[\d,]*(?:\.\d+)?(?:e-\d+)?)"
                     r"(?: ?(%|(?:ms|s|GB|MB|kB|M|nats|steps|tokens|parameters)\b))?(?![\w/]|\.\d)")
 
 def numbers_in(text):
-    """Return the numbers in a measured file; times such as 1m7.6s also in seconds."""
+    """Return the numbers in a measured file. A time such as 1m7.6s is also given in seconds."""
     numbers = [float(number.replace(",", ""))
                for number in re.findall(r"\d[\d,]*(?:\.\d+)?(?:e[-+]?\d+)?", text)]
     return numbers + [60 * int(minutes) + float(seconds)
                       for minutes, seconds in re.findall(r"(\d+)m([\d.]+)s", text)]
 
 def rounds_to(number, text, unit):
-    """Return whether a measured number, also one in milliseconds, is `text` when rounded."""
+    """Return whether a measured number is `text` when it is rounded.
+
+    A number in seconds may have been measured in ms, and a number in millions as a plain number.
+    """
     digits = len(text.partition("e")[0].partition(".")[2])
     exponent = int(text.partition("e")[2] or 0)
     allowed = 0.501 * 10.0 ** (exponent - digits)
@@ -310,7 +323,7 @@ def rounds_to(number, text, unit):
     return any(abs(number / scale - float(text)) <= allowed for scale in scales)
 
 def missing_figures(text):
-    """Return the figures in a sentence or a row that are in none of the files it links to."""
+    """Return the figures in a text that are in none of the measured files that it links to."""
     files = re.findall(r"\(tests/measured/(\w+\.txt)\)", text)
     measured = [number for name in files for number in numbers_in((MEASURED / name).read_text())]
     text = re.sub(r"\]\([^)]*\)|`[^`]*`", "", text)
@@ -320,7 +333,7 @@ def missing_figures(text):
             if not any(rounds_to(one, number, unit) for one in measured)]
 
 def quotations():
-    """Return the sentences and rows of tables that link to a measured file."""
+    """Return the sentences and the rows of tables that link to a measured file."""
     parts = []
     for paragraph in re.split(r"\n\s*\n|\n(?=[|-])", TEXT):
         joined = " ".join(paragraph.split())
@@ -333,7 +346,8 @@ def test_figures_are_in_the_files_that_they_link_to():
     missing = {part: numbers for part in quoted if (numbers := missing_figures(part))}
     assert not missing
 
-def test_a_wrong_figure_is_noticed():
+def test_a_wrong_figure_is_found():
+    """missing_figures() returns wrong figures and no others, and rounding follows the digits."""
     link = "([guard.txt](tests/measured/guard.txt))"
     assert missing_figures(f"A step takes 1234.5 ms, and a save 98.76 s {link}.") == [
         "1234.5 ms", "98.76 s"]
@@ -347,8 +361,8 @@ def test_the_example_of_a_comparison_is_the_measured_table():
     measured = (MEASURED / "experiments.txt").read_text().splitlines()
     assert len(rows) == 3 and set(rows) <= set(measured)
 
-def test_the_output_of_the_quick_start_is_the_measured_one():
-    """Each line about a step, and the text that the model generated, are in first_run.txt."""
+def test_the_output_of_the_quick_start_is_in_the_measured_file():
+    """first_run.txt contains each line about a step and the text that the model generated."""
     measured = (MEASURED / "first_run.txt").read_text().splitlines()
     shown = [line for language, text in BLOCKS if not language for line in text.splitlines()
              if re.match(r" *\d+/1600 ", line)]

@@ -24,22 +24,22 @@ TRAINING = "".join(f"{step} train {1 + 9 * 0.9**step + step % 2}\n" for step in 
 LOG = TRAINING + "0 val 10.9\n250 val 7.1\n0 hella 0.25\n250 hella 0.26\n"
 
 def draw(folder, log):
-    """Draw the curves of a log in `folder`. Return the path of the picture."""
+    """Draw the curves of a log in `folder`. Return the path of the figure."""
     (folder / "log.txt").write_text(log)
     (folder / "run.json").write_text(json.dumps({"constants": {"total_batch_size": 2048}}))
     t.plot_curves(str(folder))
     return folder / "curves.png"
 
-# Users would see a warning at each validation
+# Fail on warnings, because users would see them at each validation
 @pytest.mark.filterwarnings("error::UserWarning", "error::RuntimeWarning")
 @pytest.mark.parametrize("log", [LOG, "0 val 10.9\n", "0 val 10.9\n0 train 5.5\n1 train 5\n"])
 def test_curves_are_drawn_from_any_log(tmp_path, log):
-    """Logs with one value or a few values are drawn, without warnings."""
+    """Long logs and logs with only a few values are drawn without warnings."""
     pytest.importorskip("matplotlib")
     assert draw(tmp_path, log).read_bytes().startswith(b"\x89PNG")
 
-def test_curves_show_what_matters(tmp_path, monkeypatch):
-    """The losses are smoothed, and the axis leaves out the high losses of the first steps.
+def test_curves_are_smoothed_and_cut_off_above(tmp_path, monkeypatch):
+    """The losses are smoothed, and the axis cuts off the high losses of the first steps.
 
     Each stream that is not a loss has its own panel.
     """
@@ -87,7 +87,7 @@ def step_399(monkeypatch, *others, float16=False):
     """Return a Run that has just taken step 399.
 
     others: (loss, norm, signal) of each other process. float16: "fine", "scale 0" (the loss scale
-    has fallen to 0), or False for another type.
+    has fallen to 0), or False for another dtype.
     """
     monkeypatch.setattr(t, "world_size", lambda: 1 + len(others))
     monkeypatch.setattr(t.dist, "all_gather", lambda everyones, mine: everyones.__setitem__(
@@ -103,8 +103,8 @@ def step_399(monkeypatch, *others, float16=False):
 def test_the_numbers_of_a_step(monkeypatch, capsys):
     """The line of a step has the loss, learning rate, norm, speed and time left.
 
-    The time left is 600 times the median, so that one slow step has no effect. Other streams have
-    lines with their names. A full disk does not stop the run.
+    The time left is 600 times the median duration, so that one slow step has no effect. Values of
+    other streams have lines with the names of the streams. A full disk does not stop the run.
     """
     run = step_399(monkeypatch)
     t.report(run, 399, "gate", 0.5)
@@ -145,7 +145,7 @@ def test_slow_steps_are_reported_in_one_line(monkeypatch, capsys):
     assert len(slow) == 1 and "2.5 times as long" in slow[0] and "OMP_NUM_THREADS=1" in slow[0]
 
 def test_processes_agree_on_a_step(monkeypatch):
-    """Each process learns the losses, norms and signals of all, so that a signal stops them all.
+    """Each process gets the losses, norms and signals of all, so that a signal stops them all.
 
     Gradients with different norms end the run, since the processes would train different models.
     """
@@ -169,7 +169,7 @@ def test_a_run_that_no_longer_learns_is_ended(monkeypatch, loss, norm, float16, 
     """A run ends if its loss is not finite or is above 10,000, or if its norm is not finite.
 
     In float16 a norm that is not finite only skips the step, unless the loss scale has fallen to 0.
-    The message lists what may be the cause.
+    The message lists the possible causes.
     """
     run = step_399(monkeypatch, float16=float16)
     suspects = ["--max_lr", "vocabulary", "zeros", "float16", "edit", "CUDNN", "--init_from=log/"]
@@ -203,11 +203,11 @@ def test_only_the_newest_plot_is_drawn_after_a_slow_save(tmp_path, monkeypatch):
     folder.close()
     plot_curves.assert_called_once_with(tmp_path)
 
-def test_which_lines_of_a_log_are_kept(tmp_path, monkeypatch):
+def test_lines_of_repeated_steps_are_removed_from_a_log(tmp_path, monkeypatch):
     """When a run continues, its log loses incomplete lines and lines of steps that are repeated.
 
-    Lines and users' notes before them are kept. New lines are on disk at once. A full disk does not
-    stop print0().
+    Earlier lines and users' notes are kept. New lines are written to disk at once. A full disk does
+    not stop print0().
     """
     path, kept = tmp_path / "log.txt", b"# tried on Monday\n\n0 val 9.5\n# the cat\n11 train 1.0\n"
     for rest in (b"12 train 1.0\n# no\n", b"13 val nan\n", b"12 my gate -1.0\n", b"11 tra", b"1",
@@ -220,11 +220,12 @@ def test_which_lines_of_a_log_are_kept(tmp_path, monkeypatch):
     t.print0("to a file on the same disk")
 
 def test_files_are_never_half_written(tmp_path, monkeypatch):
-    """A process that is killed while it writes run.json or curves.png leaves the old file.
+    """If a process is killed while it writes run.json or curves.png, the old file remains.
 
-    With half of a run.json, no later start would succeed.
+    No later start would succeed with half of a run.json.
     """
-    monkeypatch.setattr("os.replace", mock.Mock(side_effect=KeyboardInterrupt))  # the last call
+    # os.replace is the last call of such a write
+    monkeypatch.setattr("os.replace", mock.Mock(side_effect=KeyboardInterrupt))
     (tmp_path / "run.json").write_text('{"starts": []}')
     with pytest.raises(KeyboardInterrupt):
         t.RunFolder(t.Config(log_dir=str(tmp_path)), "data").begin(0, continues=True)
@@ -236,9 +237,9 @@ def test_files_are_never_half_written(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script", [t, fineweb, hellaswag])
 def test_help_fits_a_terminal_and_prints_nothing_else(script, monkeypatch, capsys):
-    """No line is longer than 80 columns.
+    """No line of --help is longer than 80 columns.
 
-    For the trainer, each flag has a short description, its default, and its value in each preset.
+    In train_gpt2.py, each flag has a short description, its default, and its value in each preset.
     """
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr("sys.argv", [script.__file__, "--help"])
@@ -259,9 +260,9 @@ def test_help_fits_a_terminal_and_prints_nothing_else(script, monkeypatch, capsy
                 assert (said in entry) == (field.name in preset), entry
 
 def test_an_ascii_terminal_shows_everything(tmp_path):
-    """Characters that the terminal's encoding lacks are escaped.
+    """Characters that are missing in the terminal's encoding are escaped.
 
-    The run also shows that neither matplotlib nor transformers is needed.
+    The run also needs neither matplotlib nor transformers.
     """
     write_text(tmp_path)
     run = succeed(Forked(tmp_path / "données", max_steps=1, sample_every=1, sample_prompt="Grüße",
