@@ -75,7 +75,7 @@ def replace_weight_by_a_copy(block):
 def test_a_weight_that_is_changed_or_copied_before_it_is_drawn_is_reported(monkeypatch, edit, name):
     """The start fails with a message that names the weight.
 
-    Otherwise the edit would have no effect, or another one than it seems to have.
+    Otherwise the edit would have no effect, or a different one from what its code says.
     """
     monkeypatch.setattr(t.Block, "__init__", t.Block.__init__)
     edit_block(SimpleNamespace(t=t), edit)
@@ -117,7 +117,7 @@ def low_rank(attention, config):
     attention.gate_bias = torch.nn.Parameter(torch.ones(config.n_embd))
 
 def documents_apart(arrange, end_of_text):
-    """Scale the logits by the number of texts up to each token. In a single text this is GPT-2."""
+    """Scale the logits by the number of texts up to each token. For a single text this is GPT-2."""
     def forward(self, idx, targets=None, return_logits=True):
         logits, loss = real(self, idx, targets)
         return logits * (1 + (idx == end_of_text).cumsum(1)[..., None]), loss
@@ -153,7 +153,7 @@ def test_an_edit_of_the_logits_applies_to_samples_and_hellaswag(monkeypatch):
     """Samples and HellaSwag's scores use the logits of an edited forward()."""
     def forward(self, idx, targets=None, return_logits=True):
         logits = real(self, idx)[0]
-        # A hash embedding of earlier tokens could favour a token like this
+        # A hash embedding of earlier tokens could favour a token in a similar way
         favourite = torch.nn.functional.one_hot((idx + 1) % 257, 257)
         return 100.0 * favourite + logits, None
     model, real = shake(small()), t.GPT.forward
@@ -172,7 +172,7 @@ def other_code(arrange, _):
 def test_edited_code_continues_a_run_with_a_warning(folder, finished):
     """The warning is printed at the start and beside the result, also after later starts.
 
-    Edited code cannot continue a finished run, which it would validate as another model.
+    Edited code cannot continue a finished run, because it would only validate a different model.
     """
     saved = load(finished / LAST)
     with pytest.raises(t.UserError, match="edited after it finished.*--log_dir"):
@@ -203,10 +203,11 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
         with pytest.raises(t.UserError, match="it has the state of AdamW, but the code uses SGD"):
             t.build_state(model, cfg, torch.float32, saved)
 
-def test_what_counts_as_other_code(tmp_path, monkeypatch):
+def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
     """The checksum covers the code and the modules beside it, but not comments or constants.
 
-    It also covers encoding_parts(). It describes the file at import, not after a later edit.
+    It also covers encoding_parts(). It is that of the file when it was imported, so a later edit
+    does not change it.
     """
     source, path = (ROOT / "train_gpt2.py").read_text(), tmp_path / "train_gpt2.py"
 
@@ -284,9 +285,9 @@ def muon_state(saved=None, **in_group):
     return state
 
 def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
-    """A number that training changed continues, and all others are the numbers in the code.
+    """A number that training changed has its saved value, and all others have those in the code.
 
-    Older checkpoints do not tell these apart, so all of their numbers continue.
+    Older checkpoints do not distinguish the two kinds, so all of their numbers are restored.
     """
     def file(state):
         """Return what a checkpoint of the state contains."""
@@ -330,7 +331,7 @@ def average_and_running_mean(arrange, attribute):
         return loss + 1e-3 * state.mean, norm  # so that the log depends on it
     real, arrange.t.train_step, arrange.t.State = arrange.t.train_step, train_step, Mine
 
-def test_state_saves_whatever_it_holds(folder):
+def test_state_saves_all_of_its_attributes(folder):
     """A killed run continues with all attributes of State as if it had not been killed."""
     def run(name, *steps):
         return Forked(folder / name, max_steps=20, arrange={
@@ -444,7 +445,8 @@ def test_tokens_of_shorter_rows_are_counted(folder):
 def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_reported():
     """Each trainable parameter must be in one group, and each parameter must be finite.
 
-    Otherwise it would never change, would be updated twice, or would turn the loss into NaN.
+    Otherwise the parameter would never change, would be updated twice, or would turn the loss into
+    NaN.
     """
     model = small()
     gains = [model.transformer.ln_f.weight]
@@ -507,7 +509,7 @@ def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_never
         assert torch.equal(saved["state"]["raw_model"][name], weight) == (".wpe." in name), name
         assert torch.equal(new[name], weight) == (".wpe." in name), name
 
-def test_a_growing_batch_needs_an_edit_of_rows_before_only(monkeypatch, tmp_path, capsys):
+def test_a_growing_batch_needs_only_an_edit_of_rows_before(monkeypatch, tmp_path, capsys):
     """Each row is read once, and tokens per second and the axis of the plot follow the edit.
 
     A step whose number of rows does not fit B, or is 0, is reported.

@@ -115,7 +115,7 @@ def test_killed_at_random_moments(place, optimizer, dtype):
 def kill(arrange, call, n):
     """Kill the process at the nth call of this function of os.
 
-    For unlink, calls of Path.unlink are counted: in Python 3.10 it does not look up os.unlink.
+    For unlink, count the calls of Path.unlink, which in Python 3.10 does not look up os.unlink.
     """
     owner = Path if call == "unlink" else os
     nth_call(owner, call, n, lambda *_: os.kill(os.getpid(), signal.SIGKILL))
@@ -221,7 +221,7 @@ import os, subprocess, sys, time
 sys.modules["transformers"] = None  # importing it would take seconds
 import train_gpt2 as t
 t.main()
-end, names = time.time() + 10, "gloo"  # a joined thread may be listed a little longer
+end, names = time.time() + 10, "gloo"  # a joined thread may be listed for a short time
 while "gloo" in names and time.time() < end:
     names = subprocess.getoutput(f"cat /proc/{os.getpid()}/task/*/comm")
 print(f"threads of gloo: {'gloo' in names}", flush=True)
@@ -320,10 +320,10 @@ def test_the_checkpoint_before_a_damaged_one_is_used(halfway, reference, tmp_pat
     assert f"{newest} cannot be read" in run.out and ", from step 10 on" in run.out
     assert_same_run(folder, reference)
     torch.load(io.BytesIO(bomb.getvalue()), weights_only=False)
-    assert marker.exists()  # without weights_only=True the code is run
+    assert marker.exists()  # without weights_only=True, the code is run
 
 def test_the_two_newest_checkpoints_and_one_every_keep_every_are_kept(halfway, reference):
-    """Other checkpoints are deleted. One that cannot be deleted (here a folder) does no harm."""
+    """Other checkpoints are deleted. If one cannot be deleted (here a folder), the run goes on."""
     folder = halfway("kept")
     (folder / "checkpoint_00001.pt").mkdir()
     run = succeed(Forked(folder, keep_every=10, save_every=3))
@@ -366,10 +366,10 @@ def clock(arrange, *seconds):
     arrange.t.train_step, arrange.t.time.perf_counter = train_step, lambda: now[0]
 
 def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
-    """A run with `minutes` equals a run with the max_steps that the trial steps led to.
+    """A run with `minutes` equals a run with the max_steps that the trial steps determined.
 
-    A restart keeps this max_steps, even if steps have become slower. Other minutes are refused, but
-    a larger max_steps is allowed. Several processes agree on the number of steps.
+    A restart keeps this max_steps, even if steps have become slower. Another value of minutes is
+    refused, but a larger max_steps is allowed. Several processes agree on the number of steps.
     """
     words = dict(minutes=STEPS * 0.5 / 60, max_steps=7)
     stop = {"signal_at": (signal.SIGTERM, 22)}

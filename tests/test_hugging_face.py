@@ -22,7 +22,7 @@ ODD_TEXT = ("Don't , stop . it's  \n\n\t \r\n naïve e\u0301 ﬁ 日本語 🙂�
             "\ufeff\xa0\x85 \x00\x07\x1b[0m ١٢٣ ²½Ⅷ ſİ 'LL we'Ll 1234567 !?.. " + "x" * 300)
 
 def hf_model(**constants):
-    """Return a small GPT-2 of transformers with random weights."""
+    """Return a small GPT-2 from transformers, with random weights."""
     defaults = dict(vocab_size=257, n_positions=32, n_layer=2, n_head=2, n_embd=16)
     config = transformers.GPT2Config(**defaults | constants, bos_token_id=0, eos_token_id=0)
     return shake(transformers.GPT2LMHeadModel(config)).eval()
@@ -36,7 +36,7 @@ def our_model(n_vocab=257, block_size=32):
 
 @torch.no_grad()
 def assert_same_logits(ours, theirs):
-    """Assert that our model and one of transformers return the same logits to 1e-5."""
+    """Assert that our model and one from transformers return logits that are equal to 1e-5."""
     a, b = ours(ids())[0], theirs(ids()).logits
     assert a.shape == b.shape == (4, 32, theirs.config.vocab_size)
     assert b.std() > 0.1  # otherwise 1e-5 would prove nothing
@@ -49,9 +49,10 @@ def assert_same_weights(a, b):
 @pytest.mark.parametrize("n_layer, n_head, n_vocab, dtype", [
     (12, 12, 257, torch.float32), (48, 25, 257, torch.bfloat16), (1, 8, 50257, torch.float32)])
 def test_weights_of_every_shape_are_loaded(n_layer, n_head, n_vocab, dtype, tmp_path, request):
-    """Loaded models have the logits of transformers' model and are always in float32.
+    """A loaded model has the same logits as the model in transformers and is always in float32.
 
-    The cases have the layers and heads of GPT-2 (124M) and XL, half precision, and GPT-2's tokens.
+    The cases cover the numbers of layers and heads of GPT-2 (124M) and GPT-2 XL, half precision,
+    and GPT-2's vocabulary.
     """
     if n_vocab == 50257:
         request.getfixturevalue("gpt2_encoding")
@@ -65,10 +66,10 @@ def test_weights_of_every_shape_are_loaded(n_layer, n_head, n_vocab, dtype, tmp_
     assert not model.lm_head.weight[n_vocab:].any()
     assert_same_logits(model, hf.float())
 
-def test_weights_in_the_form_of_the_hub_are_loaded(tmp_path):
-    """A model is loaded from a file like that of GPT-2 on the hub.
+def test_weights_in_the_format_of_the_hub_are_loaded(tmp_path):
+    """A model is loaded from a file in the format of GPT-2 on the hub.
 
-    This file has no lm_head and no "transformer." in its names, and it contains attention masks.
+    This format has no lm_head and no "transformer." in its names, and it contains attention masks.
     """
     hf = hf_model()
     hf.save_pretrained(tmp_path)
@@ -82,18 +83,18 @@ def test_weights_in_the_form_of_the_hub_are_loaded(tmp_path):
 def encoding(request):
     """Return each of these encodings, or skip the test if one is not available offline."""
     try:
-        t.encoding_parts(request.param)  # the export needs them, too
+        t.encoding_parts(request.param)  # the export also needs these files
         return t.get_encoding(request.param)
     except (OSError, ValueError, t.UserError) as e:
         pytest.skip(f"the encoding {request.param} is not available ({type(e).__name__})")
 
-# The end of a text is the last id of bytes, but not of p50k_base
+# <|endoftext|> is the last id of the encoding bytes, but not of p50k_base
 @pytest.mark.parametrize("encoding", ["bytes", "p50k_base"], indirect=True)
 def test_an_exported_folder_can_be_loaded_and_used(encoding, tmp_path):
-    """AutoModel, our own code and a pipeline can use it, with the same logits and weights.
+    """AutoModel, our own code and a pipeline can use the folder, with the same logits and weights.
 
-    A pipeline without max_new_tokens stops at the end of the context. Its default of 256 tokens
-    would be too many.
+    A pipeline without max_new_tokens stops at the end of the context, even if the default of 256
+    tokens is larger.
     """
     model = our_model(encoding.n_vocab, block_size=64)
     t.save_hugging_face(model, tmp_path, encoding)
@@ -106,12 +107,12 @@ def test_an_exported_folder_can_be_loaded_and_used(encoding, tmp_path):
     pipe = transformers.pipeline("text-generation", model=str(tmp_path))
     made = pipe("To be", max_new_tokens=6, do_sample=False, return_tensors=True)
     expected = model.generate(torch.tensor([encoding.encode("To be")]), 6, temperature=0)
-    n = len(made[0]["generated_token_ids"])  # fewer if the model ended the text
+    n = len(made[0]["generated_token_ids"])  # smaller if the model ended the text
     assert list(made[0]["generated_token_ids"]) == expected[0].tolist()[:n]
     assert pipe("To be")[0]["generated_text"].startswith("To be")
 
-def test_the_exported_tokenizer_equals_tiktokens(encoding, tmp_path):
-    """The ids of odd texts, special tokens and plays are the same, and decoding restores a text."""
+def test_the_exported_tokenizer_equals_that_of_tiktoken(encoding, tmp_path):
+    """Texts with unusual characters and special tokens get the same ids. Decoding restores them."""
     t.hugging_face_tokenizer(encoding, 32).save_pretrained(tmp_path)
     transformers.GPT2Config(n_layer=1).save_pretrained(tmp_path)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
@@ -128,9 +129,10 @@ def test_the_exported_tokenizer_equals_tiktokens(encoding, tmp_path):
         assert tokenizer.decode(tokens, skip_special_tokens=True) == text
 
 def forked(cwd, **changes):
-    """Start a run in the folder cwd, with log_dir=log.
+    """Start a run in the folder cwd, with log_dir=log. Return the Forked run.
 
-    Weights decide the model's shape and encoding, and epochs decide the number of steps.
+    The given weights determine the model's shape and encoding, and `epochs` determines the number
+    of steps.
     """
     constants = dict(data="text.txt", log_dir="log", T=32, total_batch_size=256, epochs=0.02,
                      save_every=1, eval_every=2, sample_every=4, val_tokens=2048)
@@ -141,7 +143,10 @@ def forked(cwd, **changes):
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Return a finished run that started from a Hugging Face folder, and that model as run.hf."""
+    """Return a finished run that started from a Hugging Face folder.
+
+    run.folder is the folder it ran in, and run.hf is the model from transformers.
+    """
     folder = tmp_path_factory.mktemp("run")
     write_text(folder)
     hf = hf_model(n_positions=48)
@@ -152,9 +157,9 @@ def trained(tmp_path_factory):
     return run
 
 def test_a_run_starts_from_a_hugging_face_folder(trained):
-    """The first validation loss is that of the given model. The last checkpoint is exported.
+    """The first validation loss is that of the given model, and the last checkpoint is exported.
 
-    When the run continues, it no longer needs the folder that it started from.
+    When the run continues, the folder that it started from is not needed.
     """
     cfg = t.Config(data=f"{trained.folder}/text.txt", T=32)
     x, y = t.open_data(cfg, t.get_encoding("bytes"))[1].batch(0, 64)
@@ -175,10 +180,10 @@ def test_a_run_starts_from_a_hugging_face_folder(trained):
         assert words in trained.out
     assert "//" not in trained.out
 
-def test_samples_are_those_of_the_newest_weights(trained):
-    """Sampling needs no data, writes no file, and says where the weights are from.
+def test_samples_are_drawn_from_the_newest_weights(trained):
+    """Sampling needs no data, writes no file, and names the file of the weights.
 
-    The same settings give the same texts. Another seed, temperature or top_k gives others.
+    The same settings give the same texts. Another seed, temperature or top_k gives other texts.
     """
     def sampled(name="log/checkpoint_00004.pt", **changes):
         run = forked(trained.folder, **dict(data="nowhere", sample=2, sample_prompt="Oh") | changes)
@@ -200,10 +205,10 @@ def test_samples_are_those_of_the_newest_weights(trained):
     assert not (trained.folder / "none").exists()
     assert sampled(sample_prompt="").startswith("<|endoftext|>")
 
-def test_samples_of_odd_texts(monkeypatch):
-    """Bytes that form no character are escaped, and a sample ends where the model ends the text.
+def test_samples_of_unusual_texts(monkeypatch):
+    """Bytes that are not valid UTF-8 are escaped. A sample ends where the model ends the text.
 
-    A special token in a prompt is encoded as text.
+    A special token in a prompt is encoded as ordinary text.
     """
     monkeypatch.setattr(t.GPT, "generate", generate := mock.Mock())
     cfg = t.Config(sample_prompt="<|endoftext|>", sample_tokens=7, temperature=0.5, top_k=3)
@@ -214,7 +219,7 @@ def test_samples_of_odd_texts(monkeypatch):
     assert generate.call_args.args[0].tolist() == [[*b"<|endoftext|>"]]
     assert generate.call_args.args[1] == 7
 
-# Pairs of changes to config.json, or a function that damages the folder, and the message
+# Pairs: changes to config.json, or a function that damages the folder; a part of the message
 BAD_FOLDERS = [
     (dict(activation_function="relu"), "logits differ by"),
     (dict(n_layer=3), "transformer.h.2.* is not in both"), (dict(n_positions=40), "mismatched"),
@@ -236,14 +241,14 @@ def test_a_bad_folder_is_reported_in_one_line(change, expected, tmp_path):
     assert "\n" not in str(e.value)
 
 def save_checkpoint(path, model, **more):
-    """Save the weights of a model as a checkpoint of other code, with additional tensors."""
+    """Save a model in a checkpoint that was written by other code. Add the tensors in `more`."""
     torch.save({"model": model.state_dict() | more, "gpt_config": dataclasses.asdict(model.config),
                 "encoding": "bytes", "code": 7}, path)
 
 def test_weights_can_be_loaded_into_a_model_with_added_parameters(tmp_path, monkeypatch, capsys):
-    """Added parameters, for example LoRA on GPT-2, keep their first values, and a line says so.
+    """Added parameters, such as LoRA for GPT-2, keep their initial values, and a line says so.
 
-    From the folder of a run, the checkpoint with the lowest validation loss is loaded.
+    If the source is the folder of a run, its checkpoint with the lowest validation loss is loaded.
     """
     def __init__(self, config):
         real(self, config)
@@ -275,7 +280,7 @@ BAD_NAMES = {
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_a_bad_name_is_reported_in_one_line(name, trained):
-    """Weights that do not exist, are damaged or do not fit are refused with the reason."""
+    """Weights that do not exist, are damaged or do not fit are refused, and the line says why."""
     changes, expected = BAD_NAMES[name]
     save_checkpoint(trained.folder / "other.pt", our_model(n_vocab=300))
     save_checkpoint(trained.folder / "extra.pt", our_model(), new_gain=torch.ones(1))
@@ -283,5 +288,5 @@ def test_a_bad_name_is_reported_in_one_line(name, trained):
     run = forked(trained.folder, **dict(log_dir="bad") | changes)
     assert run.wait() == 1
     one_line(run.err.splitlines(keepends=True)[-1], *expected)  # after a progress bar
-    told = bool(re.search(r"other.pt sets .* written by different code", run.out))
-    assert told == (name == "another vocabulary")
+    reported = bool(re.search(r"other.pt sets .* written by different code", run.out))
+    assert reported == (name == "another vocabulary")

@@ -34,9 +34,9 @@ def save_shards(folder, train=5000, val=1000):
 def test_the_quick_start_and_then_the_full_run(tmp_path, monkeypatch):
     """Without training shards, the script trains on Shakespeare and says how to go on.
 
-    It also does so beside the remains of a fineweb.py that failed. With shards, the same command
-    trains on them. Nothing appears on stderr, not even the warnings of Python's development mode
-    about unclosed files and deprecated functions.
+    It also does so if a failed fineweb.py has left an incomplete folder. With shards, the same
+    command trains on them. Nothing is written to stderr, not even the warnings of Python's
+    development mode about unclosed files and deprecated functions.
     """
     save_shards(tmp_path / "edu_fineweb10B", train=0)
     (tmp_path / "edu_fineweb10B" / ".lock").touch()
@@ -60,10 +60,10 @@ def test_the_quick_start_and_then_the_full_run(tmp_path, monkeypatch):
     assert float(bits) == pytest.approx(float(val) / np.log(2), abs=1e-3)  # each token is one byte
     save_shards(tmp_path / "edu_fineweb10B")
     monkeypatch.chdir(tmp_path)
-    cfg, _, lines = t.resolve_config({})  # what the same command uses now
+    cfg, _, lines = t.resolve_config({})  # the settings of the same command now
     assert cfg == t.Config() and "settings  Config" in lines
 
-def test_the_data_select_the_preset_and_flags_override_it(tmp_path, monkeypatch):
+def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch):
     """A text file is trained with SMALL, and a folder of shards with the defaults in Config."""
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path)
@@ -80,10 +80,10 @@ def test_the_data_select_the_preset_and_flags_override_it(tmp_path, monkeypatch)
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
 
-def test_weights_and_a_text_select_finetune_and_decide_the_shape(folder, monkeypatch):
+def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monkeypatch):
     """Given weights are trained on a text with FINETUNE, since SMALL would destroy them.
 
-    The weights decide the model's shape and encoding. A flag that contradicts them is refused.
+    The weights determine the model's shape and encoding. A flag that contradicts them is refused.
     """
     decided = dict(n_layer=2, n_head=3, n_embd=12, block_size=100, n_vocab=257)
     weights = t.Weights("weights", decided, "bytes", {}, code=None)
@@ -105,7 +105,7 @@ def test_weights_and_a_text_select_finetune_and_decide_the_shape(folder, monkeyp
 def test_the_losses_are_those_of_a_plain_loop(folder):
     """The losses equal those of a short loop over the same rows with the same model and AdamW.
 
-    `epochs` decides the number of steps.
+    `epochs` determines the number of steps.
     """
     run = succeed(Forked(folder / "plain", shuffle=False, epochs=0.0341, weight_decay=0.3,
                          grad_clip=0.5, lr_shape="linear", min_lr=0, seed=1337, eval_every=0))
@@ -135,7 +135,7 @@ def test_the_losses_are_those_of_a_plain_loop(folder):
 def test_an_edited_copy_of_the_script_trains_with_its_constants(tmp_path):
     """Constants that are edited in the file take effect without flags.
 
-    Comments behind the edited lines may be missing, or may follow after a single space.
+    Comments at the end of edited lines may be missing, or may follow after a single space.
     """
     save_shards(tmp_path / "edu_fineweb10B")
     for name in ("transformers.py", "matplotlib.py"):  # importing them takes seconds
@@ -167,11 +167,11 @@ def test_n_processes_train_the_same_model_as_one(folder, n, optimizer):
 @pytest.mark.parametrize("processes, tokens, T, B, lowered", [
     (8, 2048, 64, 32, 4), (8, 524288, 1024, 64, 64), (1, 524288, 1024, 60, 32), (4, 96, 8, 9, 3),
     (None, 2048, 64, 32, 32)])
-def test_b_is_lowered_to_what_fits_a_step(monkeypatch, processes, tokens, T, B, lowered):
+def test_b_is_lowered_until_it_divides_the_batch(monkeypatch, processes, tokens, T, B, lowered):
     """B is lowered until it divides the rows that each process reads in a step.
 
-    The quick start on 8 GPUs needs this. WORLD_SIZE without RANK, which Slurm may set, means one
-    process.
+    The quick start needs this on 8 GPUs. If WORLD_SIZE is set without RANK, as Slurm may do, there
+    is one process.
     """
     monkeypatch.setenv("WORLD_SIZE", str(processes or 8))
     if processes:
@@ -184,9 +184,9 @@ def test_b_is_lowered_to_what_fits_a_step(monkeypatch, processes, tokens, T, B, 
         assert t.resolve_config(flags)[0].B == lowered
 
 def test_restarted_processes_do_not_find_addresses_of_killed_ones(monkeypatch):
-    """After each restart, the processes use other keys of torchrun's store, which outlives it.
+    """After a restart, processes use other keys of torchrun's store, which survives the restart.
 
-    The time limit allows for the export, during which the other processes wait for rank 0.
+    The timeout is long enough for the export, during which the other processes wait for rank 0.
     """
     store, seen = torch.distributed.HashStore(), []
     monkeypatch.setattr(t.dist, "rendezvous", lambda url: iter([(store, 0, 2)]))
@@ -200,9 +200,9 @@ def test_restarted_processes_do_not_find_addresses_of_killed_ones(monkeypatch):
     assert min(words["timeout"].total_seconds() for words in seen) >= 3600
 
 def test_rank_0_downloads_hellaswag_for_all_processes(monkeypatch, capsys):
-    """The other processes receive the questions. Without questions, training goes on.
+    """The other processes get the questions from rank 0. Without questions, training goes on.
 
-    The score is that of eval_model under the run's autocast.
+    The score is computed with eval_model under the run's autocast.
     """
     question, seen = dict(ctx="a w", endings=[*"bcde"], label=0), []
     model, encoding = small(), t.get_encoding("bytes")
@@ -226,9 +226,9 @@ def test_rank_0_downloads_hellaswag_for_all_processes(monkeypatch, capsys):
     evaluate.assert_called_once_with(run.state.eval_model, run.hellaswag)
 
 def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
-    """A step is saved before it is evaluated, so that an evaluation that fails costs no steps.
+    """A step is saved before it is evaluated, so that no steps are lost if an evaluation fails.
 
-    Saves, evaluations and samples happen when they are due. The loop stops at a signal.
+    Saves, evaluations and samples happen when they are due. A signal ends the loop.
     """
     seen, state = [], mock.Mock(step=0)
     cfg = t.Config(max_steps=3, save_every=2, keep_every=0, eval_every=2, hellaswag_every=3,
@@ -269,7 +269,7 @@ def test_a_failure_ends_the_process_after_its_save(monkeypatch, capsys):
     monkeypatch.setattr("sys.argv", ["train_gpt2.py", f"--data={__file__}", "--device=cpu"])
     with pytest.raises(SystemExit):
         t.main()
-    err = capsys.readouterr().err  # its text does not make it an out-of-memory error
+    err = capsys.readouterr().err  # not reported as an out-of-memory error
     assert err.startswith("Traceback") and err.endswith("RuntimeError: can't allocate memory\n")
     assert set_up().folder.close.called and end.call_args.args == (1,)
 
@@ -303,7 +303,7 @@ LATER = {
 
 @pytest.mark.parametrize("name", [*MISTAKES, *LATER])
 def test_a_mistake_is_reported_in_one_line(folder, tmp_path, name):
-    """The run ends with one line on stderr. A mistake found before training leaves no log_dir."""
+    """The run ends with one line on stderr. If training has not begun, log_dir is not created."""
     save_shards(tmp_path / "noval", val=0)
     (tmp_path / "short.txt").write_text("too short to validate on. " * 5)
     (tmp_path / "latin1.txt").write_bytes(b"caf\xe9 " * 1000)
@@ -324,9 +324,9 @@ BAD = """--n_embd=0 --n_layer=0 --n_head=0 --n_head=5 --T=0 --B=0 --B=0.5 --minu
 
 @pytest.mark.parametrize("flag", BAD)
 def test_an_invalid_value_is_reported_with_its_name(folder, tmp_path, monkeypatch, capsys, flag):
-    """An invalid value ends the run with one line, before any file is written.
+    """An invalid value ends the run with one line that names the flag, before a file is written.
 
-    Without the check, some values would lead to a traceback, and some to a bad model.
+    Without the check, some values would cause a traceback, and others would yield a bad model.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["train_gpt2.py", f"--data={folder}/text.txt", flag])
