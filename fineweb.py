@@ -428,24 +428,44 @@ def answer_requests(connection, encoding_name):
         except OSError:
             return
 
-@contextlib.contextmanager
-def signals_blocked():
-    """Block SIGINT and SIGTERM in this thread, and for good in processes started in this block.
+# Ctrl-C sends SIGINT to all processes of the terminal, and a cluster may send SIGTERM to all
+# processes of a job. Only the main process acts on them, because workers end when it does.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    Ctrl-C sends SIGINT to all processes of the terminal, and a cluster may send SIGTERM to all
-    processes of a job. Only the main process must handle them, since workers end when it does.
-    """
+@contextlib.contextmanager
+def signals_blocked_in_new_processes():
+    """Start processes in this block that never receive STOP_SIGNALS."""
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
     # A new process inherits the blocked signals of the thread that starts it. Multiprocessing
     # unblocks signals when it starts its resource tracker, so let it do that first.
     resource_tracker.ensure_running()
-    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT, signal.SIGTERM])
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+
+@contextlib.contextmanager
+def signals_deferred():
+    """Handle STOP_SIGNALS that arrive during this block only after it.
+
+    Otherwise the main process might end while multiprocessing starts a worker, and the unfinished
+    worker would print a traceback. Blocking the signals in the main thread does not prevent this:
+    another thread, such as one of NumPy's, then receives them, and Python runs the handler.
+    """
+    arrived = []
+    handlers = {}
+    for number in STOP_SIGNALS:
+        handlers[number] = signal.signal(number, lambda received, frame: arrived.append(received))
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number in arrived:
+            signal.raise_signal(number)
 
 def tokenize_all(batches, nprocs, name):
     """Tokenize batches in nprocs worker processes.
@@ -453,7 +473,7 @@ def tokenize_all(batches, nprocs, name):
     Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
-    with signals_blocked():
+    with signals_deferred(), signals_blocked_in_new_processes():
         workers = [Worker(name) for _ in range(nprocs)]
     idle_workers = deque(workers)  # several threads may use a deque
 
@@ -684,7 +704,7 @@ def end_at_once(signal_number, frame):
 def main():
     """Do what the command line asks. Return the exit status: None or an error message."""
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
-    for signal_number in (signal.SIGINT, signal.SIGTERM):  # clusters send SIGTERM
+    for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, end_at_once)
     # tqdm's own lock is a semaphore. After end_at_once(), Python may report it as leaked.
     tqdm.set_lock(threading.RLock())

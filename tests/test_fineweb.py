@@ -366,7 +366,7 @@ def test_ctrl_c_ends_a_process_that_waits_for_a_lock_for_ever():
 
 @pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="Windows cannot block signals")
 def test_workers_start_with_blocked_signals(monkeypatch):
-    """Otherwise Ctrl-C would interrupt a worker that still imports, with a traceback."""
+    """A worker never receives Ctrl-C or SIGTERM, not even while it imports."""
     def blocked():
         return signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}
     in_workers = []
@@ -380,6 +380,34 @@ def test_workers_start_with_blocked_signals(monkeypatch):
     assert list(fineweb.tokenize_all([], 3, "bytes")) == []
     assert in_workers == [{signal.SIGINT, signal.SIGTERM}] * 3
     assert blocked() == before == set()
+
+@pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_that_arrives_while_workers_start_is_handled_afterwards(
+        monkeypatch, signal_number):
+    """Otherwise a worker whose start is interrupted prints a traceback.
+
+    The main thread blocks signals meanwhile, but another thread exists that receives them.
+    """
+    workers, handled, end = [], [], threading.Event()
+
+    class Interrupted(InThisProcess):
+        def __init__(self, name):
+            if not workers:
+                os.kill(os.getpid(), signal_number)
+                time.sleep(0.1)  # gives the other thread time to receive it
+            workers.append(self)
+    monkeypatch.setattr(fineweb, "Worker", Interrupted)
+    thread = threading.Thread(target=end.wait)
+    thread.start()
+    before = signal.signal(signal_number, lambda number, frame: handled.append(len(workers)))
+    try:
+        assert list(fineweb.tokenize_all([], 3, "bytes")) == []
+        until(lambda: handled)  # before the handler is removed
+        assert handled == [3]
+    finally:
+        signal.signal(signal_number, before)
+        end.set()
+        thread.join()
 
 def test_ctrl_c_during_a_download(fineweb_hub, tmp_path):
     """Ctrl-C ends the script while it waits for the hub, without a line of any library."""
