@@ -26,7 +26,6 @@ import json
 import logging
 import multiprocessing
 import os
-import queue
 import re
 import signal
 import sys
@@ -46,7 +45,8 @@ from tqdm import tqdm
 class Config:
     """The constants. Each is also a flag, and --help prints the comments below.
 
-    If local_dir already holds shards, only max_shards and nprocs may differ from the last run.
+    If local_dir already holds shards, the shard_size, the encoding and the names and sizes of their
+    files must be the same as in the last run.
     """
     source: str = "HuggingFaceFW/fineweb-edu"  # hub dataset, or folder of parquet or jsonl files
     remote_name: str = "sample-10BT"           # the hub dataset's configuration
@@ -90,9 +90,7 @@ def encoding_parts(name):
                         f"{', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
-# hellaswag.py calls this for each text. The cache reduces the time for its 10,042 questions from
-# 63 s to 3 s.
-@functools.lru_cache
+@functools.lru_cache  # building GPT-2's encoding takes 0.2 s; some callers need it for each text
 def get_encoding(name):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used."""
     try:
@@ -271,17 +269,8 @@ def describe_type(kind):
     return str(kind)
 
 # ----------------------------------------------------------------------------------- documents
-# Find the files of the corpus and read their documents in batches, starting at any point.
-class Place(NamedTuple):
-    """A point in the corpus at which a shard ends and the next one begins.
-
-    Rows are read in batches. A place names the first row of the batch in which the shard ends, and
-    the number of tokens from there to the end of the shard. These tokens may span many rows.
-    """
-    file_number: int  # index of the file in reading order, or the number of files if none is left
-    row: int          # the first row of the batch
-    used: int         # tokens of the batch that belong to this shard or to earlier ones
-
+# Find the files of the corpus and read their documents in batches, starting at any row. A row is a
+# row of a parquet file or a line of a jsonl file, and holds one document.
 def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
 
@@ -313,61 +302,65 @@ def find_hub_files(source, remote_name):
                         f"cannot be fetched from {hub} ({first_line(e)}): check both names and the "
                         f"network, or try a mirror: HF_ENDPOINT=https://hf-mirror.com.") from None
 
-def read_batches(urls, start):
-    """Yield (file number, number of the first row, texts), starting at the row of `start`.
+def read_batches(urls, start_file, start_row):
+    """Yield (file number, number of the first row, texts) of each batch, from a row of a file on.
 
-    start: a Place. A text is "" or None if its row has no text.
-    Raise UserError if a file cannot be read.
+    A text is "" if its row has none. Raise UserError if a file cannot be read.
     """
     import fsspec  # datasets and torch depend on it, so it is always installed
-    for file_number in range(start.file_number, len(urls)):
+    row = start_row  # the row that is read next
+    for file_number in range(start_file, len(urls)):
         url = urls[file_number]
-        row = start.row if file_number == start.file_number else 0
-        read = read_parquet if url.endswith(".parquet") else read_json
+        is_parquet = url.endswith(".parquet")
+        read_rows = read_parquet_rows if is_parquet else read_lines
+        text_of = parquet_text if is_parquet else json_text
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
             with filesystem.open(path, block_size=32 << 20, compression="infer") as file:
-                for texts in read(file, row):
-                    yield file_number, row, texts
-                    row += len(texts)
+                for contents in read_rows(file, row):
+                    batch_row = row
+                    texts = []
+                    for content in contents:
+                        texts.append(text_of(content))
+                        row += 1
+                    yield file_number, batch_row, texts
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
             raise UserError(f"{url} cannot be read from row {row + 1} on ({type(e).__name__}: "
                             f"{first_line(e)}): repair the file or the network, and repeat the "
                             f"command to resume.") from None
+        row = 0  # the next file is read from its start
 
-def read_parquet(file, first):
-    """Yield lists of texts, some of which may be None, from row number `first` on."""
+def read_parquet_rows(file, first_row):
+    """Yield lists of texts, as bytes or None, from row `first_row` of a parquet file on."""
     import pyarrow.parquet as pq
     # These two options reduce peak memory from 560 to 204 MB for a row group of 409 MB.
     parquet = pq.ParquetFile(file, buffer_size=BATCH_BYTES, pre_buffer=False)
-    skip = first
+    rows_to_skip = first_row
     for number in range(parquet.num_row_groups):
         group = parquet.metadata.row_group(number)
-        if skip >= group.num_rows:
-            skip -= group.num_rows
+        if rows_to_skip >= group.num_rows:  # skip the group without reading it
+            rows_to_skip -= group.num_rows
             continue
         batch_rows = max(1, BATCH_BYTES * group.num_rows // group.total_byte_size)
         for part in parquet.iter_batches(batch_rows, row_groups=[number], columns=[TEXT]):
-            # A string column may hold bytes that are not UTF-8, so read it as bytes.
-            rows = part[TEXT][skip:].cast("large_binary").to_pylist()
-            yield [text and text.decode("utf-8", "replace") for text in rows]  # may be []
-            skip = max(0, skip - len(part))
+            n_skipped = min(rows_to_skip, len(part))
+            rows_to_skip -= n_skipped
+            if n_skipped < len(part):
+                # A string column may hold bytes that are not UTF-8, so read it as bytes.
+                yield part[TEXT][n_skipped:].cast("large_binary").to_pylist()
 
-def read_json(file, first):
-    """Yield lists of texts, starting at line `first`. A line without a text gives ""."""
+def parquet_text(content):
+    """Return the text in a parquet row, given as bytes, or "" if it is None."""
+    return (content or b"").decode("utf-8", "replace")
+
+def read_lines(file, first_row):
+    """Yield lists of lines, as bytes, from line `first_row` of a jsonl file on."""
     with io.BufferedReader(file, BATCH_BYTES) as lines:  # fsspec's own buffer takes 2 ms per line
-        for _ in itertools.islice(lines, first):
+        for _ in itertools.islice(lines, first_row):
             pass
         while block := lines.readlines(BATCH_BYTES):
-            texts = []
-            for line in block:
-                try:
-                    texts.append(json_text(line))
-                except Exception:
-                    yield texts  # the caller counts these rows, so it can name the bad one
-                    raise
-            yield texts
+            yield block
 
 def json_text(line):
     """Return the text in a line of JSON, or "" if it has none.
@@ -379,18 +372,20 @@ def json_text(line):
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 # -------------------------------------------------------------------------------------- tokens
-# Worker processes tokenize batches of documents. The main process reads and writes.
+# Worker processes tokenize batches of documents. The main process reads and writes. Neither of
+# Python's process pools is used: the workers of concurrent.futures keep running after the main
+# process was killed, and multiprocessing.Pool waits forever for a worker that has died.
 def tokenize(texts, name):
     """Return the tokens (n,) of a list of texts in the encoding called `name`.
 
     Each text starts with the <|endoftext|> token. The characters "<|endoftext|>" in a text are
-    ordinary text. Texts that are empty, blank or None are left out.
+    ordinary text. Empty and blank texts are left out.
     """
     encoding = get_encoding(name)
     end_of_text = np.array([encoding.eot_token])
     parts = [end_of_text[:0]]  # concatenate() fails on an empty list
     for text in texts:
-        if text and text.strip():
+        if text.strip():
             parts += [end_of_text, encoding.encode_to_numpy(text, disallowed_special=())]
     return np.concatenate(parts, dtype=token_dtype(encoding), casting="unsafe")  # all ids fit
 
@@ -433,27 +428,40 @@ def answer_requests(connection, encoding_name):
         except OSError:
             return
 
-@contextlib.contextmanager
-def signals_deferred():
-    """Handle SIGINT and SIGTERM only after this block, and never in processes started inside it.
+# Ctrl-C sends SIGINT to all processes of the terminal, and a cluster may send SIGTERM to all
+# processes of a job. Only the main process acts on them, because workers end when it does.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    Ctrl-C sends SIGINT to all processes of the terminal, but only the main process must handle
-    it. A process inherits the blocked signals of the thread that starts it, so both are blocked
-    here. Other threads may still receive them, so the handlers are replaced as well.
-    """
-    arrived = []
-    handlers = {}
-    for number in (signal.SIGINT, signal.SIGTERM):
-        handlers[number] = signal.signal(number, lambda received, frame: arrived.append(received))
-    can_block = hasattr(signal, "pthread_sigmask")  # not on Windows
-    if can_block:
-        resource_tracker.ensure_running()  # multiprocessing unblocks signals when it starts this
-        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, list(handlers))
+@contextlib.contextmanager
+def signals_blocked_in_new_processes():
+    """Start processes in this block that never receive STOP_SIGNALS."""
+    if not hasattr(signal, "pthread_sigmask"):  # on Windows
+        yield
+        return
+    # A new process inherits the blocked signals of the thread that starts it. Multiprocessing
+    # unblocks signals when it starts its resource tracker, so let it do that first.
+    resource_tracker.ensure_running()
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        if can_block:  # a blocked signal arrives now, with the handlers above still in place
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+
+@contextlib.contextmanager
+def signals_deferred():
+    """Handle STOP_SIGNALS that arrive during this block only after it.
+
+    Otherwise the main process might end while multiprocessing starts a worker, and the unfinished
+    worker would print a traceback. Blocking the signals in the main thread does not prevent this:
+    another thread, such as one of NumPy's, then receives them, and Python runs the handler.
+    """
+    arrived = []
+    handlers = {}
+    for number in STOP_SIGNALS:
+        handlers[number] = signal.signal(number, lambda received, frame: arrived.append(received))
+    try:
+        yield
+    finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number in arrived:
@@ -465,29 +473,28 @@ def tokenize_all(batches, nprocs, name):
     Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
-    with signals_deferred():
+    with signals_deferred(), signals_blocked_in_new_processes():
         workers = [Worker(name) for _ in range(nprocs)]
-    idle = queue.SimpleQueue()
-    for worker in workers:
-        idle.put(worker)
+    idle_workers = deque(workers)  # several threads may use a deque
 
-    def tokenize_in_worker(texts):
-        worker = idle.get()
+    def tokenize_in_worker(file_number, row, texts):
+        worker = idle_workers.popleft()  # not empty: there are as many workers as threads
         try:
-            return worker.tokenize(texts)
+            return file_number, row, worker.tokenize(texts)
         finally:
-            idle.put(worker)
+            idle_workers.append(worker)
 
-    threads = ThreadPoolExecutor(nprocs)  # each waits for one worker
-    # Taking an item from this generator reads a batch and submits it.
-    jobs = ((file_number, row, threads.submit(tokenize_in_worker, texts))
-            for file_number, row, texts in batches)
+    # A thread only sends a batch to a worker and waits for its tokens. Without threads, workers
+    # would be idle while the main thread reads documents or writes a shard.
+    threads = ThreadPoolExecutor(nprocs)
+    jobs = deque()  # Futures of the results, in the order of the batches
     try:
-        waiting = deque(itertools.islice(jobs, 3 * nprocs))
-        while waiting:
-            file_number, row, job = waiting.popleft()
-            yield file_number, row, job.result()
-            waiting.extend(itertools.islice(jobs, 1))
+        for batch in batches:
+            jobs.append(threads.submit(tokenize_in_worker, *batch))
+            if len(jobs) == 3 * nprocs:
+                yield jobs.popleft().result()
+        while jobs:
+            yield jobs.popleft().result()
     finally:
         for worker in workers:
             worker.stop()
@@ -496,6 +503,17 @@ def tokenize_all(batches, nprocs, name):
 # -------------------------------------------------------------------------------------- shards
 # manifest.json lists the finished shards, where each ends in the corpus, and all settings that
 # determine their content. With it, a run resumes exactly where the last one stopped.
+class Place(NamedTuple):
+    """The point in the corpus at which a shard ends.
+
+    For example, the batch that starts at row 300 of file 2 has 5,000 tokens, and the shard is full
+    after 1,200 of them. The shard ends at Place(2, 300, 1200). The next shard is made by reading
+    from row 300 of file 2 on and leaving out the first 1,200 tokens.
+    """
+    file_number: int  # index of the file in reading order; the number of files if none is left
+    row: int          # the first row of a batch
+    offset: int       # number of tokens from the start of this row to the end of the shard
+
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
     name: str       # name of its file
@@ -533,9 +551,9 @@ def write_manifest(cfg, files, shards):
     files_used = files[:shards[-1].end.file_number + 1] if shards else []
     entries = []
     for shard in shards:
-        file_number, row, used = shard.end
         entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
-                        "file": file_number, "row": row, "used": used})
+                        "file": shard.end.file_number, "row": shard.end.row,
+                        "used": shard.end.offset})  # existing manifests have this name for it
     manifest = {"settings": settings_of(cfg, files_used), "shards": entries}
     content = json.dumps(manifest, indent=1).encode()
     write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
@@ -556,57 +574,59 @@ def write_into_local_dir(cfg, name, write):
                         f"finished shard.") from None
 
 def find_finished(cfg, files):
-    """Return the finished Shards in local_dir that this run keeps, or [] to start with shard 0.
+    """Return the finished Shards in local_dir that this run keeps.
 
-    If a shard's file is missing, the Shards before it are returned.
-    Raise UserError if local_dir holds shards made with different settings or from different files.
-    A folder with only the validation shard, which a run on a corpus that is too short leaves, is
-    the exception. That shard is replaced.
+    If a shard's file is missing, keep the Shards before it. Keep none if local_dir has no training
+    shards, and a validation shard, if there is one, was made with different settings or files.
+    Raise UserError if local_dir has training shards that cannot be kept.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
-    has_training_shards = any(folder.glob("*_train_*.npy"))
-    if not manifest.exists():
-        if has_training_shards:
-            raise UserError(f"{folder}/ holds shards, but no manifest.json that says how they were "
-                            f"made: restore it, or choose a different --local_dir.")
-        return []
-    before, shards = read_manifest(manifest)
-    n_files_used = shards[-1].end.file_number + 1 if shards else 0  # later files may have changed
-    now = settings_of(cfg, files[:n_files_used])
-    changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
-               for name in {**before, **now} if before.get(name) != now.get(name)]
-    if not changes:
-        return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
-    if has_training_shards:
-        raise UserError(f"The shards in {folder}/ were made with different settings or files "
-                        f"({'; '.join(changes[:3])}): undo this change, or choose a different "
-                        "--local_dir.")
+    if manifest.exists():
+        before, shards = read_manifest(manifest)
+        n_files = shards[-1].end.file_number + 1 if shards else 0  # later files may have changed
+        now = settings_of(cfg, files[:n_files])
+        changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
+                   for name in {**before, **now} if before.get(name) != now.get(name)]
+        if not changes:
+            return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
+        obstacle = (f"The shards in {folder}/ were made with different settings or files "
+                    f"({'; '.join(changes[:3])}): undo this change, or choose a different "
+                    f"--local_dir.")
+    else:
+        obstacle = (f"{folder}/ holds shards, but no manifest.json that says how they were made: "
+                    f"restore it, or choose a different --local_dir.")
+    if any(folder.glob("*_train_*.npy")):
+        raise UserError(obstacle)
+    # The folder is new, or its corpus fitted into the validation shard. In that case, make_shards()
+    # has told the user to change the settings.
     return []
 
 def cut_shards(results, shard_size, dtype, start, n_files):
     """Cut tokens into shards; yield the tokens (n,) of each shard and the Place at its end.
 
-    results: (file number, row, tokens), starting at the row of the Place `start`.
+    results: (file number, row, tokens) of each batch, from the row of `start` on.
+    start: the Place at which the first shard starts.
     n_files: the number of files. The corpus ends at Place(n_files, 0, 0).
     The yielded array is overwritten with the next shard.
     """
     shard = np.empty(shard_size, dtype)
     filled = 0
-    skip = start.used  # tokens at the start of `results` that belong to earlier shards
+    to_skip = start.offset  # number of tokens that belong to earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
-            position = min(skip, len(tokens))
-            skip -= position
-            while position < len(tokens):
-                part = tokens[position:position + shard_size - filled]
+            # For edits: if BATCH_BYTES was changed, there may be several batches to skip
+            offset = min(to_skip, len(tokens))
+            to_skip -= offset
+            while offset < len(tokens):
+                part = tokens[offset:offset + shard_size - filled]
                 shard[filled:filled + len(part)] = part
                 filled += len(part)
-                position += len(part)
+                offset += len(part)
                 bar.update(len(part))
                 if filled == shard_size:
-                    yield shard, Place(file_number, row, position)
+                    yield shard, Place(file_number, row, offset)
                     filled = 0
                     bar.reset()
     if filled:
@@ -622,7 +642,7 @@ def add_shards(cfg, files, finished):
     start = finished[-1].end if finished else Place(0, 0, 0)
     shards = list(finished)
     write_manifest(cfg, files, shards)  # replace an older manifest, which describes other shards
-    batches = read_batches([url for url, size in files], start)
+    batches = read_batches([url for url, size in files], start.file_number, start.row)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,
                      n_files=len(files))
@@ -684,7 +704,7 @@ def end_at_once(signal_number, frame):
 def main():
     """Do what the command line asks. Return the exit status: None or an error message."""
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
-    for signal_number in (signal.SIGINT, signal.SIGTERM):  # clusters send SIGTERM
+    for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, end_at_once)
     # tqdm's own lock is a semaphore. After end_at_once(), Python may report it as leaked.
     tqdm.set_lock(threading.RLock())

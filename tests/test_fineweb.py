@@ -200,12 +200,12 @@ def test_a_large_row_group_is_read_in_parts(tmp_path, monkeypatch):
             sizes.append(size)
             return super().read(size)
     with File(path) as file:
-        assert sum(map(len, fineweb.read_parquet(file, 0))) == 4000
+        assert sum(map(len, fineweb.read_parquet_rows(file, 0))) == 4000
     assert max(sizes) < path.stat().st_size / 3
 
 @pytest.mark.parametrize("rows, size", [(20, 500), (10_000, 5000)])
 def test_reading_can_start_at_any_row(tmp_path, monkeypatch, rows, size):
-    """read_batches() yields all rows from a Place on, in batches of about BATCH_BYTES."""
+    """read_batches() yields all rows from any row on, in batches of about BATCH_BYTES."""
     monkeypatch.setattr(fineweb, "BATCH_BYTES", size)
     texts = make_texts(400, seed=1)
     write_parquet(tmp_path / "a.parquet", texts[:200], rows=rows)
@@ -213,8 +213,9 @@ def test_reading_can_start_at_any_row(tmp_path, monkeypatch, rows, size):
     urls = [str(tmp_path / "a.parquet"), str(tmp_path / "b.jsonl.gz")]
     for file, row in ((0, 0), (0, 1), (0, 63), (0, 199), (1, 0), (1, 77)):
         found = texts[:200 * file + row]
-        for at_file, at_row, part in fineweb.read_batches(urls, fineweb.Place(file, row, 0)):
-            assert 200 * at_file + at_row == len(found) and len(part) < 30  # of 1300 bytes each
+        for at_file, at_row, part in fineweb.read_batches(urls, file, row):
+            assert 200 * at_file + at_row == len(found)
+            assert 0 < len(part) < 30  # of 1300 bytes each
             found += part
         assert found == texts
 
@@ -362,6 +363,23 @@ def test_ctrl_c_ends_a_process_that_waits_for_a_lock_for_ever():
             assert (process.communicate(timeout=60)[1], process.returncode) == (STOPPED, 130)
         finally:
             process.kill()
+
+@pytest.mark.skipif(not hasattr(signal, "pthread_sigmask"), reason="Windows cannot block signals")
+def test_workers_start_with_blocked_signals(monkeypatch):
+    """A worker never receives Ctrl-C or SIGTERM, not even while it imports."""
+    def blocked():
+        return signal.pthread_sigmask(signal.SIG_BLOCK, []) & {signal.SIGINT, signal.SIGTERM}
+    in_workers = []
+
+    class Recording(InThisProcess):
+        def __init__(self, name):
+            in_workers.append(blocked())
+            super().__init__(name)
+    monkeypatch.setattr(fineweb, "Worker", Recording)
+    before = blocked()
+    assert list(fineweb.tokenize_all([], 3, "bytes")) == []
+    assert in_workers == [{signal.SIGINT, signal.SIGTERM}] * 3
+    assert blocked() == before == set()
 
 @pytest.mark.parametrize("signal_number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_that_arrives_while_workers_start_is_handled_afterwards(
