@@ -12,7 +12,6 @@ learning-rate schedule is compressed so that the checked steps include both warm
 """
 import argparse
 import ast
-import dataclasses
 import json
 import math
 import os
@@ -30,7 +29,7 @@ import time
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -41,44 +40,35 @@ SCRIPTS = Path(__file__).resolve().parent.parent  # the folder of the scripts to
 
 # {name: (the promise, the likely cause if it is broken)}
 PROMISES = {
-    "same": (
-        "the same command twice gives the same run",
+    "same": ("the same command twice gives the same run",
         "The usual reason is a random number that does not come from torch's generator (but from "
         "the modules random or numpy.random, or from the order of a set), or a value that depends "
         "on the time."),
-    "killed": (
-        "a killed run continues as if it had not been killed",
+    "killed": ("a killed run continues as if it had not been killed",
         "Something that later steps depend on is neither in State nor a parameter or buffer. Make "
         "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it."),
-    "B": (
-        "B changes speed only",
+    "B": ("B changes speed only",
         "The usual reason is a term or a statistic over the rows of a micro-batch, or a value that "
         "counts forward passes instead of steps."),
-    "processes": (
-        "the number of processes changes speed only",
+    "processes": ("the number of processes changes speed only",
         "The usual reason is a term or a statistic over the rows of one process, a value that each "
         "process computes from its own rows, or a parameter that has a gradient on one process "
         "only (for example an expert that is skipped elsewhere). Give such a parameter a gradient "
         "of zeros on the other processes."),
-    "saved": (
-        "what is saved is what was validated",
+    "saved": ("what is saved is what was validated",
         "Validation depends on a value that is neither a parameter nor a buffer, so the saved "
         "weights alone are a different model. Keep this value in a buffer (register_buffer)."),
-    "samples": (
-        "samples follow the model",
+    "samples": ("samples follow the model",
         "generate() computes its logits differently from forward(). Let it call self(idx)."),
-    "loss": (
-        "the loss is the cross-entropy",
+    "loss": ("the loss is the cross-entropy",
         "The validation loss has an additional term or factor, so it is not comparable with the "
         "losses of other runs. Put a term that only training should minimize under "
         "`if self.training`."),
-    "effect": (
-        "the edit has an effect",
+    "effect": ("the edit has an effect",
         "Every loss is the same digit for digit as without the edit. Perhaps the edited code is "
         "never reached, something overwrites its result (for example init_weights(), which draws "
         "initial weights), or it acts in later steps only."),
-    "begin": (
-        "untouched weights begin as before",
+    "begin": ("untouched weights begin as before",
         "Both versions have these parameters with the same shapes, but their initial values "
         "differ. Unless the edit is meant to change them, the results will differ for this reason "
         "too. init_weights() derives each draw from the seed and the parameter's name."),
@@ -159,8 +149,8 @@ class Laboratory:
         self.runs[name] = self.pool.submit(self.run, name, flags, **how)
 
     def result(self, name):
-        """Wait for a run and return its Finished. Raise Failed if it stopped with an error."""
-        return self.runs[name].result()
+        """Return the Finished of a run. Raise Failed if it stopped with an error."""
+        return self.runs[name].result()  # waits
 
     def run(self, name, flags, scripts=SCRIPTS, processes=1, after=None, log_of=None, **job):
         """Run train_gpt2.py in the folder `scripts` with {name: value} of flags.
@@ -211,20 +201,17 @@ class Laboratory:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL, env=env,
                               start_new_session=True) as process:  # without the user's Ctrl-C
-            size, grown = 0, time.monotonic()
+            begin, log = time.time(), log_dir / "log.txt"
             while process.poll() is None:
                 if self.closed:
                     raise Failed("The check was stopped.")
-                if size_of(log_dir / "log.txt") != size:
-                    size, grown = size_of(log_dir / "log.txt"), time.monotonic()
-                if time.monotonic() > grown + patience:
-                    raise Failed(f"Nothing happened for {patience:.0f} seconds: the processes wait "
-                                 "for each other.")
+                last = log.stat().st_mtime if log.exists() else begin
+                if time.time() > last + patience:
+                    raise Failed(f"No step was taken for {patience:.0f} seconds. Probably the "
+                                 "processes wait for each other, because only one of them uses a "
+                                 "parameter or calls an operation such as all_reduce.")
                 time.sleep(0.05)
         return process.returncode
-
-def size_of(path):
-    return path.stat().st_size if path.exists() else 0
 
 def show_progress(text):
     """Print a line to stderr. On a terminal, the next line replaces it."""
@@ -263,8 +250,8 @@ def losses_of(log):
     return {key: value for key, value in log.items() if key[1] in LOSSES}
 
 def last_val(log):
-    """Return the last validation loss, as a text."""
-    return log[max(key for key in log if key[1] == "val")]
+    """Return the last validation loss."""
+    return float(log[max(key for key in log if key[1] == "val")])
 
 @dataclass
 class Difference:
@@ -279,12 +266,12 @@ class Difference:
 
     def explain(self, one, other):
         """Return a sentence with both values. one, other: a description of each run."""
-        a, b = ["no line" if value is None else value for value in self.values]
-        text = f"{a} {one}, {b} {other}"
+        a, b = ["missing" if value is None else value for value in self.values]
+        text = f"At step {self.step}, {self.stream} is {a} {one} and {b} {other}."
         if self.allowed and None not in self.values:
             gap = abs(float(a) - float(b))
-            text += f". The difference is {gap:.2g}; rounding explains up to {self.allowed:.1g}"
-        return f"It is {text}."
+            text += f" The difference is {gap:.2g}, but rounding explains only {self.allowed:.1g}."
+        return text
 
 def first_difference(one, other, allowed=None):
     """Return the first Difference of two logs, or None.
@@ -348,15 +335,6 @@ def crc_of(tensor):
     return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
 # ---- The committed version
-def git(*words):
-    """Run git in the folder of the scripts. Raise Unchecked if that fails."""
-    try:
-        subprocess.run(["git", *words], cwd=SCRIPTS, check=True, capture_output=True, text=True)
-    except FileNotFoundError:
-        raise Unchecked("git is not installed") from None
-    except subprocess.CalledProcessError as e:
-        raise Unchecked(f"git: {(e.stderr.splitlines() or ['failed'])[0]}") from None
-
 def extract_committed(commit, folder):
     """Write the committed version of the project into `folder`.
 
@@ -364,12 +342,18 @@ def extract_committed(commit, folder):
     """
     folder.mkdir()
     archive = folder / "project.zip"
-    git("archive", "--format=zip", f"--output={archive}", commit, "--", ".")
+    command = ["git", "archive", "--format=zip", f"--output={archive}", commit, "--", "."]
+    try:
+        subprocess.run(command, cwd=SCRIPTS, check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise Unchecked("git is not installed") from None
+    except subprocess.CalledProcessError as e:
+        raise Unchecked(f"git: {e.stderr.splitlines()[0]}") from None
     shutil.unpack_archive(archive, folder)
-    scripts = {path.name for place in (folder, SCRIPTS) for path in place.glob("*.py")}
     if not (folder / "train_gpt2.py").exists():
         raise Unchecked(f"{commit} has no train_gpt2.py")
-    if all(code_of(folder / name) == code_of(SCRIPTS / name) for name in scripts):
+    names = {path.name for place in (folder, SCRIPTS) for path in place.glob("*.py")}
+    if all(code_of(folder / name) == code_of(SCRIPTS / name) for name in names):
         raise Unchecked(f"the code is the same as in {commit}; --against=COMMIT compares it with "
                         "a different commit")
 
@@ -395,26 +379,20 @@ class Plan:
         self.batch = constants["total_batch_size"]
         # If B divides the rows of a step, then so does B / 2 with two processes
         self.half_B = self.B // 2 if self.B % 2 == 0 else 1
-        self.each = options.steps // 4              # steps between validations
-        self.saved = 2 * self.each                  # a step that is saved,
-        self.killed = self.saved + 1 + self.each // 2  # and the step of a kill after it
+        each = options.steps // 4
+        self.saved = 2 * each                    # a step that is saved,
+        self.killed = self.saved + 1 + each // 2  # and a later step, in which a run is killed
         self.common = DEFAULTS | {
-            "max_steps": options.steps, "eval_every": self.each, "save_every": self.saved,
-            "warmup_steps": min(constants.get("warmup_steps", 0), self.each),
+            "max_steps": options.steps, "eval_every": each, "save_every": self.saved,
+            "warmup_steps": min(constants.get("warmup_steps", 0), each),
             "val_tokens": min(constants["val_tokens"], 4 * self.B * self.T),
         } | options.flags
         # The dropout masks depend on B, so runs with a different B are compared without dropout
         self.dropout = constants.get("dropout", 0) > 0
-        self.no_dropout = self.common | ({"dropout": 0} if self.dropout else {})
         self.remark = "with dropout=0" if self.dropout else ""
+        self.no_dropout = self.common | ({"dropout": 0} if self.dropout else {})
         self.half = self.no_dropout | {"B": self.half_B}
         self.no_processes = self.why_no_processes()
-
-    def first_line(self):
-        steps = self.options.steps
-        return (f"Checking {steps} steps of {self.batch:,} tokens, {self.device}, "
-                f"{self.constants['dtype']}. For an edit that acts later, run more: "
-                f"--steps={3 * steps}")
 
     def why_no_processes(self):
         """Return the reason why two processes cannot be tried, or an empty text."""
@@ -561,28 +539,28 @@ class Check:
         return self.compare_losses(self.result("half"), self.result("two"), "with one process",
                                    "with two processes and the same B", self.plan.remark)
 
+    def compare_val(self, other, what, *evidence):
+        """Return the Verdict on a number that must equal the last validation loss."""
+        val = last_val(self.base.log)
+        gap = val - other
+        if abs(gap) <= 5 * self.plan.floor * max(1.0, abs(val)):
+            return holds()
+        return broken(f"val is {val:.6f}, but {what} is {other:.6f}",
+                      f"The difference is {gap:+.6f}.", *evidence)
+
     def check_saved(self):
-        before, after = last_val(self.base.log), last_val(self.result("reloaded").log)
-        difference = first_difference({(0, "val"): before}, {(0, "val"): after},
-                                      {0: self.plan.floor * max(5.0, abs(float(before)))})
-        if difference:
-            return broken("the validation loss differs", difference.explain(
-                "after the last step", "when --init_from loads the run"), self.hint(self.base))
-        return holds()
+        return self.compare_val(last_val(self.result("reloaded").log),
+                                "val of the checkpoint (with --init_from)", self.hint(self.base))
 
     def check_samples(self):
         problem = self.base.report["samples"]
         return broken(*problem) if problem else holds()
 
     def check_loss(self):
-        val, own = last_val(self.base.log), self.base.report["cross_entropy"]
-        if isinstance(own, str):
-            return broken("model(idx) returns no logits to compare with", own)
-        gap = float(val) - own
-        if abs(gap) <= 5 * self.plan.floor * max(1.0, abs(own)):
-            return holds()
-        return broken(f"val is {val}, but the cross-entropy is {own:.6f}",
-                      f"The difference is {gap:+.6f}.")
+        cross_entropy = self.base.report["cross_entropy"]
+        if isinstance(cross_entropy, str):
+            return broken("model(idx) returns no logits to compare with", cross_entropy)
+        return self.compare_val(cross_entropy, "the cross-entropy")
 
     def committed(self):
         """Return the run of the committed version. Raise Unchecked if there is none."""
@@ -626,7 +604,9 @@ def check(options):
         lab.start("setup", DEFAULTS | options.flags, stop=True)
         setup = lab.result("setup").report
     plan = Plan(options, setup["constants"], setup["device"])
-    print(plan.first_line(), flush=True)
+    print(f"Checking {options.steps} steps of {plan.batch:,} tokens, {plan.device}, "
+          f"{plan.constants['dtype']}. For an edit that acts later, run more: "
+          f"--steps={3 * options.steps}", flush=True)
     outcomes = []
     # Two runs might need more memory than a GPU has
     with Laboratory(workers=min(2, CORES) if plan.exact else 1) as lab:
@@ -680,7 +660,7 @@ def be_a_run(job):
     sys.path[0] = job["scripts"]
     import train_gpt2 as t
     # The committed version may lack a constant that the edit adds, and the other way round
-    known = [constant.name for constant in dataclasses.fields(t.Config)]
+    known = [constant.name for constant in fields(t.Config)]
     flags = [f"--{name}={value}" for name, value in job["flags"].items() if name in known]
     sys.argv = [t.__file__, *flags]
     train = t.train
@@ -705,12 +685,12 @@ def train_and_report(t, train, run, job):
     """
     for name in ("transformers", "matplotlib"):  # skip the export and the plots, which take seconds
         sys.modules.setdefault(name, None)
-    if "nudge" in job:
-        nudge(run.state.raw_model, job["nudge"])
-    report = {"constants": dataclasses.asdict(run.cfg), "device": run.device.type,
-              "step": run.state.step, "initial": {
-                  name: (list(p.shape), crc_of(p))
-                  for name, p in run.state.raw_model.named_parameters()}}
+    for i, p in enumerate(run.state.raw_model.parameters() if "nudge" in job else []):
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        p.data *= 1 + job["nudge"] * noise.to(p.device, p.dtype)
+    report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step}
+    report["initial"] = {name: (list(p.shape), crc_of(p))
+                         for name, p in run.state.raw_model.named_parameters()}
     watch_draws(run, report)
     if "kill_at" in job:
         kill_during_step(run, job["kill_at"], job["kill_after"])
@@ -724,12 +704,6 @@ def train_and_report(t, train, run, job):
             report |= examine(run, tolerance=job["examine"])
     if os.environ.get("RANK", "0") == "0":
         Path(job["folder"], "report.json").write_text(json.dumps(report))
-
-def nudge(model, size):
-    """Change the weights by about this fraction of their values."""
-    for i, p in enumerate(model.parameters()):
-        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
-        p.data *= 1 + size * noise.to(p.device, p.dtype)
 
 def watch_draws(run, report):
     """Set report["draws"] to True when a forward pass of training draws from torch's generator."""
@@ -806,13 +780,11 @@ def examine(run, tolerance):
     """
     model, T = run.state.eval_model, run.cfg.T
     x, _ = run.val_loader.batch(0, 2, run.device)
-    n = max(1, min(12, T // 2))
-    report = {"drawn": None}
+    n = min(12, T // 2)
+    report = {"samples": None, "drawn": None}
     try:
-        # The continuation of the second prompt is longer than the context
-        report["samples"] = (
-            sample_problem(model, x[:, :max(1, T // 4)], n, T, tolerance)
-            or sample_problem(model, x[:, :max(1, T - n // 2)], n, T, tolerance))
+        for prompt in (x[:, :T // 4], x[:, n // 2:]):  # the second continuation exceeds the context
+            report["samples"] = report["samples"] or sample_problem(model, prompt, n, T, tolerance)
         torch.manual_seed(0)
         report["drawn"] = model.generate(x[:, :1], n, temperature=0.8, top_k=20).tolist()
     except Exception as e:

@@ -159,7 +159,8 @@ def test_the_first_difference_of_two_logs(tmp_path):
     found = check.first_difference(log, log | {(1, "train"): "4.9"}, allowed)
     assert (found.step, found.stream) == (1, "train")
     assert found.explain("here", "there") == (
-        "It is 5.0 here, 4.9 there. The difference is 0.1; rounding explains up to 0.05.")
+        "At step 1, train is 5.0 here and 4.9 there. The difference is 0.1, but rounding explains "
+        "only 0.05.")
     assert check.first_difference(log, log | {(1, "train"): "nan"}, allowed)
 
 def test_what_rounding_explains_grows_with_the_steps():
@@ -222,7 +223,7 @@ def test_which_runs_are_planned(monkeypatch):
     monkeypatch.setattr(check, "CORES", 2)
     usual = plan(words=[])
     assert (usual.B, usual.half_B, usual.no_processes) == (4, 2, "")
-    assert (usual.each, usual.saved, usual.killed) == (5, 10, 13)
+    assert (usual.common["eval_every"], usual.saved, usual.killed) == (5, 10, 13)
     assert usual.common["val_tokens"] == 256 and usual.common["warmup_steps"] == 5
     assert plan(words=["--dtype=bfloat16"], dtype="bfloat16").common["dtype"] == "bfloat16"
     odd = plan(total_batch_size=3 * 16, B=3)
@@ -243,8 +244,9 @@ def verdicts(folder, no_committed="no git", **runs):
     finished_runs = {}
     for name in ("base", "again", "continued", "nudged", "half", "two", "committed", "reloaded"):
         changes, report = runs.get(name, ({}, {}))
+        report = dict(report)
         own = {(0, "val"): "4.0"} if name == "reloaded" else log
-        tensors = {"w": report.get("tensors", torch.ones(2))}
+        tensors = {"w": report.pop("tensors", torch.ones(2))}
         finished_runs[name] = finished(own | changes, folder / f"{name}.pt", tensors, **report)
     usual = plan()
     usual.no_processes = ""
@@ -260,7 +262,7 @@ def verdicts(folder, no_committed="no git", **runs):
     ("B", {name: ({(1, "train"): "4.001"}, {}) for name in ("half", "nudged", "two")},
      "The difference is 0.001"),
     ("processes", dict(two=({(3, "train"): "4.001"}, {})), "train differs from step 3 on"),
-    ("saved", dict(reloaded=({(0, "val"): "4.1"}, {})), "4.1 when --init_from loads"),
+    ("saved", dict(reloaded=({(0, "val"): "4.1"}, {})), "--init_from) is 4.1"),
     ("samples", dict(base=({}, dict(samples=["a wrong token", "there"]))), "a wrong token"),
     ("loss", dict(base=({}, dict(cross_entropy=3.9))), "3.900000"),
     ("effect", dict(), "no effect on training"),
