@@ -29,12 +29,12 @@ import time
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 SCRIPTS = Path(__file__).resolve().parent.parent  # the folder of the scripts to check
 
@@ -80,7 +80,6 @@ OWN_FLAGS = ("log_dir", "max_steps", "epochs", "minutes", "eval_every", "save_ev
              "sample", "compile")
 DEFAULTS = {"dtype": "float32", "compile": False, "hellaswag_every": 0, "sample_every": 0,
             "epochs": 0, "minutes": 0, "keep_every": 0}
-# macOS and Windows have no sched_getaffinity()
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 KILLED = 9  # exit status of a run that was to be killed
 LOSSES = ("train", "val", "hella")
@@ -96,9 +95,8 @@ class Unchecked(Exception):
 def parse(words):
     """Return the steps, the commit (against) and the flags for train_gpt2.py ({name: text})."""
     parser = argparse.ArgumentParser(
-        usage="check.py [--steps=N] [--against=COMMIT] [flags of train_gpt2.py]",
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False)
+        allow_abbrev=False, usage="check.py [options] [flags of train_gpt2.py]")
     parser.add_argument("--steps", type=int, default=20, help="number of steps per run [20]")
     parser.add_argument("--against", default="HEAD", help="commit to compare with [HEAD]")
     options, rest = parser.parse_known_args(words)
@@ -125,10 +123,7 @@ class Finished:
     seconds: float
 
 class Laboratory:
-    """A temporary folder and the runs in it, at most `workers` at a time.
-
-    At the end of a `with` block, all runs are stopped and the folder is deleted.
-    """
+    """A temporary folder and the runs in it, at most `workers` at a time."""
     def __init__(self, workers):
         self.folder = Path(tempfile.mkdtemp(prefix="check_gpt2_"))
         self.pool = ThreadPoolExecutor(workers)
@@ -136,10 +131,8 @@ class Laboratory:
         self.n_done = 0
         self.closed = False
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
+    def close(self):
+        """Stop all runs and delete the folder."""
         self.closed = True
         self.pool.shutdown(cancel_futures=True)
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -158,28 +151,26 @@ class Laboratory:
         after: the name of a run to wait for. log_of: the name of the run to resume.
         job: what else the process does, as described in train_and_report().
         """
-        patience = math.inf
-        if after:
-            seconds = self.result(after).seconds
-            if processes > 1:  # they may wait for each other forever
-                patience = 30 + 5 * seconds
+        seconds = self.result(after).seconds if after else 0.0
+        # Several processes may wait for each other forever
+        patience = 30 + 5 * seconds if processes > 1 else math.inf
         folder = self.folder / name
         folder.mkdir()
         log_dir = self.folder / (log_of or name) / "log"
-        texts = {flag: str(value) for flag, value in flags.items()} | {"log_dir": str(log_dir)}
-        job |= {"scripts": str(scripts), "folder": str(folder), "flags": texts}
+        job |= {"scripts": scripts, "folder": folder, "flags": flags | {"log_dir": log_dir}}
         launcher = [sys.executable]
         if processes > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone",
                          f"--nproc_per_node={processes}"]
         begin = time.monotonic()
-        status = self.status_of([*launcher, __file__, "--be", json.dumps(job)], log_dir, patience)
+        command = [*launcher, __file__, "--be", json.dumps(job, default=str)]
+        status = self.status_of(command, log_dir / "log.txt", patience)
         seconds = time.monotonic() - begin
         self.n_done += 1
         show_progress(f"{self.n_done} of {len(self.runs)} runs done")
-        if "kill_at" in job and status == 0:
+        if status == 0 and "kill_at" in job:
             raise Unchecked(f"no forward pass of training came at state.step {job['kill_at']}")
-        if status not in (0, KILLED):
+        if status != (KILLED if "kill_at" in job else 0):
             raise Failed(error_of(folder, status))
         report = folder / "report.json"  # a killed run has none
         checkpoints = sorted(log_dir.glob("checkpoint_*.pt"))
@@ -190,10 +181,10 @@ class Laboratory:
                         checkpoint=max(checkpoints, default=None),
                         report=json.loads(report.read_text()) if report.exists() else {})
 
-    def status_of(self, command, log_dir, patience):
+    def status_of(self, command, log, patience):
         """Run a command and return its exit status.
 
-        Stop it and raise Failed if log.txt has not grown for `patience` seconds, or if the check
+        Stop it and raise Failed if the log has not grown for `patience` seconds, or if the check
         ends.
         """
         env = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
@@ -201,7 +192,7 @@ class Laboratory:
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
                               stderr=subprocess.DEVNULL, env=env,
                               start_new_session=True) as process:  # without the user's Ctrl-C
-            begin, log = time.time(), log_dir / "log.txt"
+            begin = time.time()
             while process.poll() is None:
                 if self.closed:
                     raise Failed("The check was stopped.")
@@ -224,11 +215,9 @@ def error_of(folder, status):
     """Return the reason why a run stopped, in one or two lines."""
     paths = sorted(folder.glob("err_*.txt"), key=lambda path: path.stat().st_mtime_ns)
     text = "\n".join(path.read_text(errors="replace") for path in paths)  # first failure first
-    own = re.search(r"^train_gpt2\.py: .+", text, re.M)  # a message of the script itself
-    if own:
+    if own := re.search(r"^train_gpt2\.py: .+", text, re.M):  # a message of the script itself
         return own[0]
-    traceback = re.search(r"^Traceback .*?\n(\w[^\n]*)", text, re.S | re.M)
-    if traceback:
+    if traceback := re.search(r"^Traceback .*?\n(\w[^\n]*)", text, re.S | re.M):
         return "\n".join([*places_in_scripts(traceback[0])[-1:], traceback[1][:300]])
     abort = re.search(r"^ *what\(\): +(.+)", text, re.M)  # by a C++ library, such as gloo
     return abort[1][:300] if abort else f"The process ended with status {status}."
@@ -261,17 +250,14 @@ class Difference:
     values: tuple         # two texts
     allowed: float = 0.0  # the largest difference that rounding explains
 
-    def __str__(self):
-        return f"{self.stream} differs from step {self.step} on"
-
-    def explain(self, one, other):
-        """Return a sentence with both values. one, other: a description of each run."""
+    def verdict(self, in_one, in_two, hint):
+        """Return the Verdict on two runs that should be equal."""
         a, b = ["missing" if value is None else value for value in self.values]
-        text = f"At step {self.step}, {self.stream} is {a} {one} and {b} {other}."
+        text = f"At step {self.step}, {self.stream} is {a} {in_one} and {b} {in_two}."
         if self.allowed and None not in self.values:
             gap = abs(float(a) - float(b))
             text += f" The difference is {gap:.2g}, but rounding explains only {self.allowed:.1g}."
-        return text
+        return broken(f"{self.stream} differs from step {self.step} on", text, hint)
 
 def first_difference(one, other, allowed=None):
     """Return the first Difference of two logs, or None.
@@ -392,17 +378,12 @@ class Plan:
         self.remark = "with dropout=0" if self.dropout else ""
         self.no_dropout = self.common | ({"dropout": 0} if self.dropout else {})
         self.half = self.no_dropout | {"B": self.half_B}
-        self.no_processes = self.why_no_processes()
-
-    def why_no_processes(self):
-        """Return the reason why two processes cannot be tried, or an empty text."""
+        device_flag = options.flags.get("device", "")  # may name a single GPU, such as cuda:1
+        self.no_processes = ""  # or the reason why two processes cannot be tried
         if self.batch % (2 * self.T):
-            return f"a step has {self.batch // self.T} rows, an odd number"
-        if self.device == "cpu":
-            return "" if CORES > 1 else "there is only one core"
-        device = self.options.flags.get("device", "auto")
-        enough = torch.cuda.device_count() > 1 and device in ("auto", "cuda")
-        return "" if enough else "two processes need two GPUs"
+            self.no_processes = f"a step has {self.batch // self.T} rows, an odd number"
+        elif (CORES if self.exact else torch.cuda.device_count()) < 2 or ":" in device_flag:
+            self.no_processes = "two processes need two cores or two GPUs"
 
     def start_runs(self, lab, committed):
         """Start all runs, those first that others wait for. committed: a folder, or None."""
@@ -481,32 +462,27 @@ class Check:
 
     def hint(self, *runs):
         """Name what changed during training and is not saved, which is the likely reason."""
-        changed = {what for run in runs for what in run.report["changed"]}
-        if not changed:
-            return ""
-        return f"This changed during training and is not saved: {', '.join(sorted(changed))}."
+        changed = ", ".join(sorted({what for run in runs for what in run.report["changed"]}))
+        return f"This changed during training and is not saved: {changed}." if changed else ""
 
     def compare_losses(self, one, two, in_one, in_two, remark=""):
-        """Return the Verdict on two runs whose losses must be equal, apart from rounding.
-
-        in_one, in_two: descriptions of the runs. remark: on a promise that holds.
-        """
+        """Return the Verdict on two runs whose losses must be equal, apart from rounding."""
         difference = first_difference(one.log, two.log, self.allowed())
         if difference:
-            return broken(str(difference), difference.explain(in_one, in_two), self.hint(one, two))
+            return difference.verdict(in_one, in_two, self.hint(one, two))
         return holds(remark)
 
     def compare_all(self, run, in_base, in_run):
         """Return the Verdict on a run that must equal the first run in every bit.
 
-        Two equal runs on a GPU may differ by rounding. There, only the losses are compared.
+        in_base, in_run: where the values are from, for example "in the first run". On a GPU,
+        equal runs may differ by rounding, so only their losses are compared.
         """
         if not self.plan.exact:
             return self.compare_losses(self.base, run, in_base, in_run)
         difference = first_difference(self.base.log, run.log)
         if difference:
-            return broken(str(difference), difference.explain(in_base, in_run),
-                          self.hint(self.base))
+            return difference.verdict(in_base, in_run, self.hint(self.base))
         tensor = first_tensor_that_differs(self.base.checkpoint, run.checkpoint)
         if tensor:
             return broken("the logs are equal, but the last checkpoints differ",
@@ -600,7 +576,7 @@ class Check:
 def check(options):
     """Print the verdicts. Return the number of broken promises. Raise Failed."""
     code = code_of_scripts()
-    with Laboratory(workers=1) as lab:  # to learn the constants, without a step
+    with closing(Laboratory(workers=1)) as lab:  # to learn the constants, without a step
         lab.start("setup", DEFAULTS | options.flags, stop=True)
         setup = lab.result("setup").report
     plan = Plan(options, setup["constants"], setup["device"])
@@ -609,7 +585,7 @@ def check(options):
           f"--steps={3 * options.steps}", flush=True)
     outcomes = []
     # Two runs might need more memory than a GPU has
-    with Laboratory(workers=min(2, CORES) if plan.exact else 1) as lab:
+    with closing(Laboratory(workers=min(2, CORES) if plan.exact else 1)) as lab:
         committed, no_committed = lab.folder / "committed_scripts", ""
         try:
             extract_committed(options.against, committed)
@@ -708,18 +684,16 @@ def train_and_report(t, train, run, job):
 def watch_draws(run, report):
     """Set report["draws"] to True when a forward pass of training draws from torch's generator."""
     # The hooks must not refer to `run`, because the script deletes it to end DDP
-    device, states = run.device, []
+    get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
+    states = []
     report["draws"] = False
-
-    def generator_state():
-        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
     def before(model, args):
         if torch.is_grad_enabled():
-            states[:] = [generator_state()]
+            states[:] = [get_state()]
 
     def after(model, args, outputs):
-        if torch.is_grad_enabled() and not torch.equal(states[0], generator_state()):
+        if torch.is_grad_enabled() and not torch.equal(states[0], get_state()):
             report["draws"] = True
     run.state.raw_model.register_forward_pre_hook(before)
     run.state.raw_model.register_forward_hook(after)
@@ -739,7 +713,6 @@ def kill_during_step(run, step, saved):
 # ---- What an edit keeps outside of State. It is named when a promise is broken
 KEPT = (bool, int, float, str, bytes, list, dict, set, tuple, deque, np.ndarray, np.generic,
         random.Random, np.random.RandomState, np.random.Generator)
-OF_THE_SCRIPT = ("validated_step", "step_seconds", "told_slow")  # what it changes in Run itself
 
 def unsaved_values(t, run):
     """Return {name: fingerprint} of values that a checkpoint does not hold."""
@@ -750,11 +723,10 @@ def unsaved_values(t, run):
         for name in vars(thing).keys() - usual:
             label = f"self.{name} in {type(thing).__name__}"
             values.setdefault(label, []).append(fingerprint(getattr(thing, name)))
-    for name in vars(run).keys() - set(OF_THE_SCRIPT):
+    for name in vars(run).keys() - {"validated_step", "step_seconds", "told_slow"}:
         values[f"run.{name}"] = fingerprint(getattr(run, name))
-    for name, value in vars(t).items():
-        if not name.startswith("__"):
-            values[f"the global {name}"] = fingerprint(value)
+    for name in vars(t).keys() - {"__builtins__"}:
+        values[f"the global {name}"] = fingerprint(getattr(t, name))
     return values
 
 def fingerprint(value):
@@ -820,7 +792,7 @@ def cross_entropy(run, model):
     for row in range(0, rows, cfg.B):
         x, y = loader.batch(row, min(cfg.B, rows - row), run.device)
         logits = model(x)[0].flatten(0, 1).float()
-        total += F.cross_entropy(logits, y.flatten(), reduction="sum").item()
+        total += torch.nn.functional.cross_entropy(logits, y.flatten(), reduction="sum").item()
         counted += (y >= 0).sum().item()
     return total / max(1, counted)
 

@@ -1,4 +1,5 @@
 """check.py: whole checks of tiny trainings, and the functions that compare and examine runs."""
+import contextlib
 import random
 import signal
 import subprocess
@@ -158,7 +159,7 @@ def test_the_first_difference_of_two_logs(tmp_path):
                                   allowed) is None
     found = check.first_difference(log, log | {(1, "train"): "4.9"}, allowed)
     assert (found.step, found.stream) == (1, "train")
-    assert found.explain("here", "there") == (
+    assert found.verdict("here", "there", "").evidence[0] == (
         "At step 1, train is 5.0 here and 4.9 there. The difference is 0.1, but rounding explains "
         "only 0.05.")
     assert check.first_difference(log, log | {(1, "train"): "nan"}, allowed)
@@ -214,6 +215,7 @@ def test_which_version_is_the_committed_one(tmp_path, monkeypatch):
 def plan(words=("--steps=4",), device="cpu", **changes):
     """Return the Plan for a script with small constants."""
     constants = dict(B=4, T=16, dropout=0.0, warmup_steps=5, val_tokens=10**6, dtype="float32",
+                     device=device,
                      total_batch_size=128) | changes
     return check.Plan(options(*words), constants, device)
 
@@ -229,7 +231,8 @@ def test_which_runs_are_planned(monkeypatch):
     odd = plan(total_batch_size=3 * 16, B=3)
     assert odd.half_B == 1 and "3 rows" in odd.no_processes and odd.killed == 3
     monkeypatch.setattr(check, "CORES", 1)
-    assert "one core" in plan().no_processes
+    assert "two cores" in plan().no_processes
+    assert "GPUs" in plan(words=["--device=cuda:1"], device="cuda").no_processes
 
 def finished(log, path, tensors, **report):
     """Return a finished run, with a checkpoint that is written to `path`."""
@@ -403,6 +406,6 @@ def test_processes_that_wait_for_each_other_are_stopped(tmp_path):
             "import check, threading\n"
             "threading.Thread(target=check.end_with_check).start()\n"
             "while True:\n    time.sleep(1)\n")
-    with check.Laboratory(workers=1) as lab:
+    with contextlib.closing(check.Laboratory(workers=1)) as lab:
         with pytest.raises(check.Failed, match="wait for each other"):
-            lab.status_of([sys.executable, "-c", code], tmp_path, patience=0.5)
+            lab.status_of([sys.executable, "-c", code], tmp_path / "log.txt", patience=0.5)
