@@ -161,7 +161,7 @@ class Laboratory:
         launcher = [sys.executable]
         if processes > 1:
             launcher += ["-m", "torch.distributed.run", "--standalone",
-                         f"--nproc_per_node={processes}"]
+                         f"--nproc_per_node={processes}", f"--log_dir={folder}"]
         begin = time.monotonic()
         command = [*launcher, __file__, "--be", json.dumps(job, default=str)]
         status = self.status_of(command, log_dir / "log.txt", patience)

@@ -109,7 +109,7 @@ def test_a_signal_ends_all_processes_and_deletes_the_folder(tmp_path):
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=180) == 128 + signal.SIGTERM, process.stdout.read()
     process.stdout.close()
-    assert not list(tmp_path.glob("check_gpt2_*"))
+    assert not [*tmp_path.glob("check_gpt2_*"), *tmp_path.glob("torchelastic_*")]
     until(lambda: not runs_below(tmp_path))
 
 def runs_below(folder):
