@@ -1,20 +1,17 @@
-"""Check that an edited train_gpt2.py still keeps its promises, in about a minute on two cores.
+"""Check that an edited train_gpt2.py still keeps its promises. This takes one or two minutes.
 
     python tests/check.py                 # with your constants; without shards, the quick start's
-    python tests/check.py --data=my.txt --optimizer=adamw     # any flags of train_gpt2.py
-    python tests/check.py --steps=60      # more steps, for an edit that acts later
-    python tests/check.py --against=main  # compare with another commit than HEAD
+    python tests/check.py --data=my.txt --optimizer=adamw     # with any flags of train_gpt2.py
+    python tests/check.py --steps=60      # for an edit that acts later
+    python tests/check.py --against=main  # compare with this commit instead of HEAD
 
-The command runs the scripts beside it several times, for a few steps each, in temporary folders.
-Each of these runs is made by a process of its own, and differs from the others in one thing: it is
-killed and continued, or has half of B, or two processes, and so on. The command prints one line
-per promise. It exits with 0 if no promise is broken, else with 1. The learning-rate schedule is
-compressed into the checked steps, so that warmup and decay are both part of them.
+The command trains a few steps several times, in temporary folders. Each run differs from the first
+run in one thing: for example, it is killed and resumed, or it uses half of B. For each promise the
+command prints whether it holds. The exit status is 0 if no promise is broken, and 1 otherwise. The
+learning-rate schedule is compressed so that the checked steps include both warmup and decay.
 """
+import argparse
 import ast
-import contextlib
-import dataclasses
-import io
 import json
 import math
 import os
@@ -25,7 +22,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 import textwrap
 import threading
@@ -33,185 +29,273 @@ import time
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from contextlib import closing
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
+import torch
 
 SCRIPTS = Path(__file__).resolve().parent.parent  # the folder of the scripts to check
-STEPS = 20  # by default
 
-# name: (the promise, the likely cause if it is broken)
+# {name: (the promise, the likely cause if it is broken)}
 PROMISES = {
-    "same": (
-        "the same command twice gives the same run",
-        "The usual reason is a random number that does not come from torch's generator (the "
-        "modules random and numpy.random, or the order of a set), or a value that depends on the "
-        "time."),
-    "killed": (
-        "a killed run continues as if it had not been killed",
+    "same": ("the same command twice gives the same run",
+        "The usual reason is a random number that does not come from torch's generator (but from "
+        "the modules random or numpy.random, or from the order of a set), or a value that depends "
+        "on the time."),
+    "killed": ("a killed run continues as if it had not been killed",
         "Something that later steps depend on is neither in State nor a parameter or buffer. Make "
-        "it a field of State or a buffer (register_buffer), so that a checkpoint holds it."),
-    "B": (
-        "B changes speed only",
-        "The usual reason is a term or a statistic over the rows of a micro-batch, or a state that "
+        "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it."),
+    "B": ("B changes speed only",
+        "The usual reason is a term or a statistic over the rows of a micro-batch, or a value that "
         "counts forward passes instead of steps."),
-    "processes": (
-        "the number of processes changes speed only",
-        "The usual reason is a term or a statistic over the rows of one process, a state that each "
-        "process updates with its own rows, or a parameter that gets a gradient on one process "
-        "only."),
-    "saved": (
-        "what is saved is what was validated",
-        "Validation depends on a state that is neither a parameter nor a buffer, so the saved "
-        "weights alone are another model. Keep it in a buffer (register_buffer)."),
-    "samples": (
-        "samples follow the model",
-        "generate() computes logits in another way than forward(). Let it call self(idx)."),
-    "loss": (
-        "the loss is the cross-entropy",
-        "The validation loss has another term or factor, so it is not comparable with the losses "
-        "of other runs. Put a term that only training minimises under `if self.training`."),
-    "effect": (
-        "the edit has an effect",
-        "Every loss is the same digit for digit as without the edit, so in these steps the edit "
-        "has no effect on training. Perhaps it is never reached, something overwrites it later "
-        "(for example init_weights, if it changes initial weights), or it acts in later steps "
-        "only."),
-    "begin": (
-        "untouched weights begin as before",
-        "Both versions have these parameters with the same shapes, but draw other values for "
-        "them. If that is not the purpose of the edit, results differ by more than the edit. "
-        "init_weights seeds each draw by the parameter's name."),
+    "processes": ("the number of processes changes speed only",
+        "The usual reason is a term or a statistic over the rows of one process, a value that each "
+        "process computes from its own rows, or a parameter that has a gradient on one process "
+        "only (for example an expert that is skipped elsewhere). Give such a parameter a gradient "
+        "of zeros on the other processes."),
+    "saved": ("what is saved is what was validated",
+        "Validation depends on a value that is neither a parameter nor a buffer, so the saved "
+        "weights alone are a different model. Keep this value in a buffer (register_buffer)."),
+    "samples": ("samples follow the model",
+        "generate() computes its logits differently from forward(). Let it call self(idx)."),
+    "loss": ("the loss is the cross-entropy",
+        "The validation loss has an additional term or factor, so it is not comparable with the "
+        "losses of other runs. Put a term that only training should minimize under "
+        "`if self.training`."),
+    "effect": ("the edit has an effect",
+        "Every loss is the same digit for digit as without the edit. Perhaps the edited code is "
+        "never reached, something overwrites its result (for example init_weights(), which draws "
+        "initial weights), or it acts in later steps only."),
+    "begin": ("untouched weights begin as before",
+        "Both versions have these parameters with the same shapes, but their initial values "
+        "differ. Unless the edit is meant to change them, the results will differ for this reason "
+        "too. init_weights() derives each draw from the seed and the parameter's name."),
 }
-# Why a run may stop in the check of a promise, if it is not only the likely cause above
-ERRORS = {
-    "processes": (
-        "If the error is one of the communication between processes, a parameter probably gets no "
-        "gradient on one of them, for example because a layer or an expert is skipped there. Each "
-        "parameter needs a gradient on all processes in each step, if need be of zeros."),
-}
-# Flags that this command sets for each run, and others that it sets unless they are given
+# Promises whose check compares values that are the same in each run of an unedited script
+NEED_EQUAL_RUNS = ("killed", "B", "processes", "saved", "loss")
+# Flags that this command sets itself
 OWN_FLAGS = ("log_dir", "max_steps", "epochs", "minutes", "eval_every", "save_every", "keep_every",
-             "sample")
-DEFAULTS = {"dtype": "float32", "compile": "False", "hellaswag_every": 0, "sample_every": 0,
+             "sample", "compile")
+DEFAULTS = {"dtype": "float32", "compile": False, "hellaswag_every": 0, "sample_every": 0,
             "epochs": 0, "minutes": 0, "keep_every": 0}
-# Streams whose names match this hold times, which differ between equal runs
-TIMES = re.compile(r"minute|second|time|speed|tok/s|tokens_per", re.I)
-NO_REPEAT = "the same command already gives another run"
-VAL_VARIES = "the same weights have another validation loss each time"
-WITHOUT_DROPOUT = "with dropout=0"
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")
-KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL; SIGTERM ends at once
-
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+KILLED = 9  # exit status of a run that was to be killed
+LOSSES = ("train", "val", "hella")
+TIMES = re.compile("minute|second|time|speed|tok/s|tokens_per", re.I)  # streams that always differ
 
 class Failed(Exception):
-    """A run that ended with an error, or what else stops the check; its text is shown."""
+    """A run stopped with an error, or nothing can be checked. The text says why."""
 
+class Unchecked(Exception):
+    """One promise cannot be checked. The text says why."""
 
-# ---- command line
-@dataclass
-class Options:
-    flags: dict           # {name: text} for train_gpt2.py
-    steps: int = STEPS
-    against: str = "HEAD"
-
+# ---- The command line
 def parse(words):
-    """Return the Options of a command line. Raises Failed."""
-    flags, words = {}, list(words)
-    while words:
-        match = re.fullmatch(r"--(\w+)(?:=(.*))?", words.pop(0), re.S)
-        if not match:
-            raise Failed("Give flags as --name=value; --help explains them.")
-        name, value = match.groups()
-        if value is None:
-            if not words or words[0].startswith("--"):
-                raise Failed(f"--{name} lacks a value.")
-            value = words.pop(0)
+    """Return the steps, the commit (against) and the flags for train_gpt2.py ({name: text})."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False, usage="check.py [options] [flags of train_gpt2.py]")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps per run [20]")
+    parser.add_argument("--against", default="HEAD", help="commit to compare with [HEAD]")
+    options, rest = parser.parse_known_args(words)
+    if options.steps < 4:
+        parser.error(f"--steps={options.steps}: at least 4 steps are needed.")
+    options.flags = {}
+    for word in rest:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not equals:
+            parser.error(f"{word}: write each flag of train_gpt2.py as --name=value.")
         if name in OWN_FLAGS:
-            raise Failed(f"--{name} cannot be given, because check.py sets it for each run; "
-                         "--steps=60 takes more steps.")
-        flags[name] = value
-    steps, against = flags.pop("steps", str(STEPS)), flags.pop("against", "HEAD")
-    if not steps.isdecimal() or int(steps) < 4:
-        raise Failed(f"--steps={steps}: it must be a whole number of at least 4.")
-    return Options(flags, int(steps), against)
+            parser.error(f"--{name} cannot be given, because check.py sets it for each run.")
+        options.flags[name] = value
+    return options
 
+# ---- Runs. Each one is a process of its own (two processes with torchrun), which calls
+# be_a_run() at the end of this file
+@dataclass
+class Finished:
+    """What a run left behind."""
+    log: dict          # {(step, stream): value as text}
+    checkpoint: Path   # the last one
+    report: dict       # see train_and_report()
+    seconds: float
 
-# ---- what runs leave behind: log.txt and checkpoints
+class Laboratory:
+    """A temporary folder and the runs in it, at most `workers` at a time."""
+    def __init__(self, workers):
+        self.folder = Path(tempfile.mkdtemp(prefix="check_gpt2_"))
+        self.pool = ThreadPoolExecutor(workers)
+        self.runs = {}      # {name: Future of a Finished}
+        self.n_done = 0
+        self.closed = False
+
+    def close(self):
+        """Stop all runs and delete the folder."""
+        self.closed = True
+        self.pool.shutdown(cancel_futures=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start(self, name, flags, **how):
+        """Start a run, or let it wait for its turn. See run() for the arguments."""
+        self.runs[name] = self.pool.submit(self.run, name, flags, **how)
+
+    def result(self, name):
+        """Return the Finished of a run. Raise Failed if it stopped with an error."""
+        return self.runs[name].result()  # waits
+
+    def run(self, name, flags, scripts=SCRIPTS, processes=1, after=None, log_of=None, **job):
+        """Run train_gpt2.py in the folder `scripts` with {name: value} of flags.
+
+        after: the name of a run to wait for. log_of: the name of the run to resume.
+        job: what else the process does, as described in train_and_report().
+        """
+        seconds = self.result(after).seconds if after else 0.0
+        # Several processes may wait for each other forever
+        patience = 30 + 5 * seconds if processes > 1 else math.inf
+        folder = self.folder / name
+        folder.mkdir()
+        log_dir = self.folder / (log_of or name) / "log"
+        job |= {"scripts": scripts, "folder": folder, "flags": flags | {"log_dir": log_dir}}
+        launcher = [sys.executable]
+        if processes > 1:
+            launcher += ["-m", "torch.distributed.run", "--standalone",
+                         f"--nproc_per_node={processes}", f"--log_dir={folder}"]
+        begin = time.monotonic()
+        command = [*launcher, __file__, "--be", json.dumps(job, default=str)]
+        status = self.status_of(command, log_dir / "log.txt", patience)
+        seconds = time.monotonic() - begin
+        self.n_done += 1
+        show_progress(f"{self.n_done} of {len(self.runs)} runs done")
+        if status == 0 and "kill_at" in job:
+            raise Unchecked(f"no forward pass of training came at state.step {job['kill_at']}")
+        if status != (KILLED if "kill_at" in job else 0):
+            raise Failed(error_of(folder, status))
+        report = folder / "report.json"  # a killed run has none
+        checkpoints = sorted(log_dir.glob("checkpoint_*.pt"))
+        if name not in ("base", "again", "killed", "continued"):
+            for path in checkpoints:
+                path.unlink()  # it is not needed, and may be large
+        return Finished(log=read_log(log_dir / "log.txt"), seconds=seconds,
+                        checkpoint=max(checkpoints, default=None),
+                        report=json.loads(report.read_text()) if report.exists() else {})
+
+    def status_of(self, command, log, patience):
+        """Run a command and return its exit status.
+
+        Stop it and raise Failed if the log has not grown for `patience` seconds, or if the check
+        ends.
+        """
+        env = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
+        # At the end of this block, stdin is closed, which ends the run (see end_with_check)
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+                              stderr=subprocess.DEVNULL, env=env,
+                              start_new_session=True) as process:  # without the user's Ctrl-C
+            begin = time.time()
+            while process.poll() is None:
+                if self.closed:
+                    raise Failed("The check was stopped.")
+                last = log.stat().st_mtime if log.exists() else begin
+                if time.time() > last + patience:
+                    raise Failed(f"No step was taken for {patience:.0f} seconds. Probably the "
+                                 "processes wait for each other, because only one of them uses a "
+                                 "parameter or calls an operation such as all_reduce.")
+                time.sleep(0.05)
+        return process.returncode
+
+def show_progress(text):
+    """Print a line to stderr. On a terminal, the next line replaces it."""
+    if sys.stderr.isatty():
+        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+    elif text:
+        print(text, file=sys.stderr, flush=True)
+
+def error_of(folder, status):
+    """Return the reason why a run stopped, in one or two lines."""
+    paths = sorted(folder.glob("err_*.txt"), key=lambda path: path.stat().st_mtime_ns)
+    text = "\n".join(path.read_text(errors="replace") for path in paths)  # first failure first
+    if own := re.search(r"^train_gpt2\.py: .+", text, re.M):  # a message of the script itself
+        return own[0]
+    if traceback := re.search(r"^Traceback .*?\n(\w[^\n]*)", text, re.S | re.M):
+        return "\n".join([*places_in_scripts(traceback[0])[-1:], traceback[1][:300]])
+    abort = re.search(r"^ *what\(\): +(.+)", text, re.M)  # by a C++ library, such as gloo
+    return abort[1][:300] if abort else f"The process ended with status {status}."
+
+def places_in_scripts(traceback):
+    """Return the lines of the user's code in a traceback, for example "x.py, line 7, in f: ..."."""
+    names = [path.name for path in SCRIPTS.glob("*.py")]
+    places = re.findall(r'^  File "(.+)", (line \d+.*)\n    (.+)', traceback, re.M)
+    return [f"{Path(path).name}, {place}: {code.strip()}" for path, place, code in places
+            if Path(path).name in names]
+
+# ---- Comparing logs
+def read_log(path):
+    """Return {(step, stream): value as text} of log.txt, without streams that hold times."""
+    lines = re.findall(r"^(\d+) (.+) (\S+)$", path.read_text(errors="replace"), re.M)
+    return {(int(step), stream): value for step, stream, value in lines if not TIMES.search(stream)}
+
+def losses_of(log):
+    return {key: value for key, value in log.items() if key[1] in LOSSES}
+
+def last_val(log):
+    """Return the last validation loss."""
+    return float(log[max(key for key in log if key[1] == "val")])
+
 @dataclass
 class Difference:
-    """The first line in which two logs differ. A value is None where a log lacks the line."""
+    """The first line in which two logs differ. A value is None if its log lacks the line."""
     step: int
     stream: str
     values: tuple         # two texts
     allowed: float = 0.0  # the largest difference that rounding explains
 
-    def __str__(self):
-        return f"{self.stream} differs from step {self.step} on"
-
-    def says(self, one, other):
-        """Return both values in words; one and other name the runs."""
-        values = ["no line" if value is None else value for value in self.values]
-        text = f"{values[0]} {one}, {values[1]} {other}"
+    def verdict(self, in_one, in_two, hint):
+        """Return the Verdict on two runs that should be equal."""
+        a, b = ["missing" if value is None else value for value in self.values]
+        text = f"At step {self.step}, {self.stream} is {a} {in_one} and {b} {in_two}."
         if self.allowed and None not in self.values:
-            gap = abs(float(values[0]) - float(values[1]))
-            text += f": {gap:.2g} apart, where rounding explains {self.allowed:.1g}"
-        return text
-
-def read_log(folder):
-    """Return {(step, stream): value as text} of log.txt, without times."""
-    text = Path(folder, "log.txt").read_text(errors="replace")
-    lines = re.findall(r"^(\d+) (.+) (\S+)$", text, re.M)
-    return {(int(step), stream): value for step, stream, value in lines if not TIMES.search(stream)}
-
-def is_loss(stream):
-    return stream in ("train", "val", "hella")
-
-def in_order(key):
-    """Sort the lines of a step: the validation before it, its loss, then other streams."""
-    step, stream = key
-    return step, {"val": 0, "train": 1}.get(stream, 2), stream
+            gap = abs(float(a) - float(b))
+            text += f" The difference is {gap:.2g}, but rounding explains only {self.allowed:.1g}."
+        return broken(f"{self.stream} differs from step {self.step} on", text, hint)
 
 def first_difference(one, other, allowed=None):
     """Return the first Difference of two logs, or None.
 
-    allowed(step, stream, value) is how far apart two losses may be. Streams that an edit adds are
-    not compared then, since a metric of one micro-batch may well depend on B. Without `allowed`,
-    all lines must be the same.
+    Without `allowed`, all lines must be the same. allowed: {step: largest difference of losses}.
+    With it, only losses are compared, since a metric that an edit adds may depend on B.
     """
-    for step, stream in sorted(one.keys() | other.keys(), key=in_order):
+    if allowed:
+        one, other = losses_of(one), losses_of(other)
+    order = {"val": 0, "train": 1}  # the script validates before it takes the step
+    for step, stream in sorted(one.keys() | other.keys(),
+                               key=lambda key: (key[0], order.get(key[1], 2), key[1])):
         a, b = one.get((step, stream)), other.get((step, stream))
-        if a == b or (allowed and not is_loss(stream)):
+        limit = allowed.get(step, 0.0) if allowed else 0.0
+        if a == b or (limit and a and b and abs(float(a) - float(b)) <= limit):
             continue
-        if a is None or b is None or not allowed:
-            return Difference(step, stream, (a, b))
-        most = allowed(step, stream, float(a))
-        if not abs(float(a) - float(b)) <= most:  # NaN, too
-            return Difference(step, stream, (a, b), most)
+        return Difference(step, stream, (a, b), limit)
     return None
 
-class Rounding:
-    """How far apart rounding may drive the losses of two runs that should be equal.
+def tolerances(log, nudged, floor):
+    """Return {step: how far apart rounding may drive the losses of two runs}.
 
-    It is measured: `nudged` is the log of a run whose initial weights were changed by about one
-    unit of rounding. Small differences grow from step to step, at a rate that depends on the model.
+    Small differences grow from step to step, at a rate that depends on the model, so this rate is
+    measured. nudged: the log of the same run with initial weights that were changed by a few units
+    of rounding. floor: the smallest tolerance, relative to the loss.
     """
-    def __init__(self, log, nudged, low_precision, margin=5):
-        self.margin, self.floor = margin, 2e-4 if low_precision else 2e-6  # relative to the loss
-        self.grown, most = {}, 0.0  # {step: the largest difference up to there}
-        for step, stream in sorted(log.keys() & nudged.keys()):
-            if is_loss(stream):
-                gap = abs(float(log[step, stream]) - float(nudged[step, stream]))
-                most = max(most, gap) if math.isfinite(gap) else most
-            self.grown[step] = most
+    allowed, largest = {}, 0.0
+    for key, value in sorted(losses_of(log).items()):
+        step, loss = key[0], float(value)
+        gap = abs(loss - float(nudged.get(key, value)))
+        if math.isfinite(gap):
+            largest = max(largest, gap)
+        allowed[step] = max(floor * max(5.0, abs(loss)), 5 * largest, allowed.get(step, 0.0))
+    return allowed
 
-    def __call__(self, step, stream, value):
-        return max(self.floor * max(5.0, abs(value)), self.margin * self.grown.get(step, 0.0))
-
+# ---- Comparing checkpoints
 def tensors_of(content, name=""):
-    """Yield (name, tensor) of all tensors in a checkpoint."""
-    import torch
+    """Yield (name, tensor) for all tensors in a checkpoint, for example ("state.mean", ...)."""
     if torch.is_tensor(content):
         yield name, content
     elif isinstance(content, (dict, list, tuple)):
@@ -219,926 +303,498 @@ def tensors_of(content, name=""):
         for key, part in parts:
             yield from tensors_of(part, f"{name}.{key}" if name else str(key))
 
-def load_tensors(path):
-    import torch
-    return dict(tensors_of(torch.load(path, map_location="cpu", weights_only=True)))
-
 def first_tensor_that_differs(path, other):
-    """Return its name and the largest difference, or None if all common tensors are equal."""
-    theirs = load_tensors(other)
-    for name, tensor in load_tensors(path).items():
-        if name in theirs and not same_tensor(tensor, theirs[name]):
-            if tensor.shape != theirs[name].shape:
-                return name, math.inf
-            return name, (tensor.double() - theirs[name].double()).abs().max().item()
+    """Return the first tensor in two checkpoints that differs in any bit, in words, or None."""
+    mine, theirs = [dict(tensors_of(torch.load(file, map_location="cpu", weights_only=True)))
+                    for file in (path, other)]
+    for name, tensor in mine.items():
+        if name not in theirs or tensor.shape != theirs[name].shape:
+            return f"{name} differs in its shape, or one of the checkpoints lacks it"
+        if crc_of(tensor) != crc_of(theirs[name]):
+            gap = (tensor.double() - theirs[name].double()).abs().max().item()
+            return f"{name} differs by up to {gap:.2g}"
     return None
 
-def same_tensor(one, other):
-    """Whether two tensors have the same shape and values; NaN equals NaN."""
-    import torch
-    if one.shape != other.shape or one.dtype != other.dtype:
-        return False
-    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-def distance(path, other):
-    """Return how far apart the tensors of two checkpoints are, relative to their norm."""
-    theirs, apart, norm = load_tensors(other), 0.0, 0.0
-    for name, tensor in load_tensors(path).items():
-        if name in theirs and tensor.is_floating_point() and tensor.shape == theirs[name].shape:
-            apart += (tensor.double() - theirs[name].double()).square().sum().item()
-            norm += tensor.double().square().sum().item()
-    return math.sqrt(apart / max(norm, 1e-30))
-
-
-# ---- runs, each in a process of its own
-@dataclass
-class Finished:
-    """A run that came to its end."""
-    name: str
-    log_dir: Path
-    report: dict  # what the process wrote about itself
-
-    @property
-    def log(self):
-        return read_log(self.log_dir)
-
-    @property
-    def checkpoint(self):
-        """The path of the last checkpoint."""
-        return max(self.log_dir.glob("checkpoint_*.pt"))
-
-# Their checkpoints are compared
-KEEP_WEIGHTS = ("base", "again", "half", "nudged", "continued_killed", "continued")
-
-class Laboratory:
-    """A temporary folder and the processes that run in it. Leaving it ends and deletes them."""
-    def __init__(self):
-        self.folder = Path(tempfile.mkdtemp(prefix="check_gpt2_"))
-        self.processes, self.seconds, self.closed = [], {}, False
-        self.planned = 0  # runs, for the progress
-        self.pool = ThreadPoolExecutor(max_workers=min(2, cores()))
-        self.turn = contextlib.nullcontext()  # a lock where only one run fits at a time
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        self.closed = True
-        stop_runs(self.folder.glob("*"))
-        for process in self.processes:
-            process.kill()  # unless it has ended
-        self.pool.shutdown(cancel_futures=True)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    def run(self, name, flags, script=SCRIPTS, log_dir=None, processes=1, limit=None, **job):
-        """Run the script with {name: value} of flags; job says what else its process does.
-
-        limit: the seconds after which a run counts as stuck. Raises Failed.
-        """
-        folder = self.folder / name
-        log_dir = log_dir or folder / "log"
-        folder.mkdir()
-        job |= {"scripts": str(script), "folder": str(folder), "parent": os.getpid(),
-                "flags": {key: str(value) for key, value in flags.items()} | {
-                    "log_dir": str(log_dir)}}
-        (folder / "job.json").write_text(json.dumps(job))
-        command = [sys.executable, __file__, f"--be={folder}"]
-        if processes > 1:
-            command[1:1] = ["-m", "torch.distributed.run", "--standalone",
-                            f"--nproc_per_node={processes}"]
-        with self.turn:
-            begin = time.monotonic()
-            code = wait_for(self.start_process(command, folder), folder, limit or math.inf)
-            self.seconds[name] = time.monotonic() - begin
-        show_progress(f"{len(self.seconds)} of {self.planned} runs done")
-        if name not in KEEP_WEIGHTS:
-            for path in log_dir.glob("checkpoint_*.pt"):
-                path.unlink()
-        if code != 0 and not (folder / "killed").exists():
-            raise Failed(error_of(folder, code))
-        return Finished(name, log_dir, json.loads((folder / "report.json").read_text()))
-
-    def start_process(self, command, folder):
-        if self.closed:
-            raise Failed("The check was stopped.")
-        with open(folder / "output.txt", "wb") as output:
-            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output,
-                                       stderr=output, env=environment(), start_new_session=True)
-        self.processes.append(process)
-        return process
-
-    def run_and_continue(self, name, flags, step, checkpoint):
-        """Kill a run in that step, after that checkpoint is written; return the continued run."""
-        killed = self.run(f"{name}_killed", flags, kill={"step": step, "after": checkpoint})
-        if not (self.folder / killed.name / "killed").exists():
-            raise Failed("NOT KILLED")
-        return self.run(name, flags, log_dir=killed.log_dir)
-
-def cores():
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-def environment():
-    """Return the environment of runs. With the same number of threads, equal runs are equal bit
-    for bit."""
-    env = {name: value for name, value in os.environ.items() if name not in TORCHRUN}
-    return {"OMP_NUM_THREADS": "1"} | env | {"PYTHONDONTWRITEBYTECODE": "1"}
-
-def wait_for(process, folder, limit):
-    """Return the exit status, or "stuck" after `limit` seconds. A run is also stopped if one of
-    its processes has failed."""
-    failed_at, end = math.inf, time.monotonic() + limit
-    while process.poll() is None:
-        time.sleep(0.05)
-        now = time.monotonic()
-        if failed_at == math.inf and list(folder.glob("failed_*")):
-            failed_at = now
-        # torchrun waits half a minute for processes that wait for a failed one
-        if now > end or now > failed_at + 5:
-            stop_runs([folder])
-            process.kill()
-            process.wait()
-            return "stuck" if now > end else 1
-    for path in folder.glob("running_*"):  # a process that was killed leaves it
-        path.unlink()
-    return process.returncode
-
-def stop_runs(folders):
-    """End the processes of runs, those that torchrun started included, and wait for their end.
-
-    Without job.json they end themselves. (To kill them by number would not be safe: the number of
-    a process that has ended may belong to another program.)
-    """
-    folders, end = list(folders), time.monotonic() + 10
-    for folder in folders:
-        (folder / "job.json").unlink(missing_ok=True)
-    while any(list(folder.glob("running_*")) for folder in folders) and time.monotonic() < end:
-        time.sleep(0.05)
-
-def error_of(folder, code):
-    """Return the error of a failed run in a few lines."""
-    if code == "stuck":
-        return "The processes made no progress: they wait for each other."
-    paths = sorted(folder.glob("err_*.txt"), key=lambda path: path.stat().st_mtime_ns)
-    texts = [path.read_text(errors="replace") for path in [*paths, folder / "output.txt"]
-             if path.exists()]
-    for text in texts:  # what the script itself says
-        if line := re.search(r"^train_gpt2\.py: .+", text, re.M):
-            return line[0]
-    for text in texts[:len(paths)] or texts:
-        if error := last_error(text):
-            return error
-    statuses = re.findall(r"exitcode +: (.+)", "".join(texts)) or [code]  # torchrun names them
-    return f"The process ended with status {', '.join(map(str, statuses))}."
-
-def last_error(text):
-    """Return where and how a traceback ends, or what a C++ library says last, or None."""
-    if line := re.search(r"^ *what\(\): +(.+)", text, re.M):
-        return line[1][:300]
-    if "Traceback (most recent call last)" not in text:
-        return None
-    text = text[text.rindex("Traceback (most recent call last)"):]
-    frames = re.findall(r'^  File "(.+)", line (\d+), in (.+)\n    (.+)', text, re.M)
-    mine = [frame for frame in frames if Path(frame[0]).parent == SCRIPTS
-            or Path(frame[0]).parent.name == "committed"]
-    path, line, function, code = (mine or frames or [("?", "?", "?", "")])[-1]
-    says = [line for line in text.splitlines() if line and not line.startswith((" ", "Traceback"))]
-    return (f"{Path(path).name}, line {line}, in {function}: {code.strip()}\n"
-            f"{says[-1][:300] if says else ''}")
-
-
-# ---- the committed version
-def git(*words):
-    """Return what git prints in the folder of the scripts, as bytes. Raises Failed."""
-    try:
-        return subprocess.run(["git", *words], cwd=SCRIPTS, capture_output=True, check=True).stdout
-    except FileNotFoundError:
-        raise Failed("git is not installed") from None
-    except subprocess.CalledProcessError as e:
-        lines = e.stderr.decode(errors="replace").strip().splitlines()
-        raise Failed(f"git: {lines[0] if lines else 'failed'}") from None
-
-def without_comments(source):
-    """Return Python code in a form that depends neither on comments nor on docstrings."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list) and body and isinstance(body[0], ast.Expr) and isinstance(
-                body[0].value, ast.Constant):
-            body[0].value.value = ""
-    return ast.dump(tree)
-
-def extract_committed(revision, folder):
-    """Write the committed version of the scripts into `folder`. Raises Failed with the reason if
-    there is none, or if it is no other code than the one beside this command."""
-    if git("rev-parse", "--is-inside-work-tree").strip() != b"true":
-        raise Failed("the folder is no git checkout")
-    archive = git("archive", "--format=tar", revision, "--", ".")
-    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
-        if hasattr(tarfile, "data_filter"):  # the first versions of Python 3.10 lack it
-            tar.extraction_filter = tarfile.data_filter
-        tar.extractall(folder)
-    names = [path.relative_to(folder) for path in Path(folder).rglob("*.py")]
-    names = [name for name in names if name.parts[0] != "tests"]
-    if not Path(folder, "train_gpt2.py").exists():
-        raise Failed(f"{revision} has no train_gpt2.py")
-    changed = []
-    for name in names:
-        old, new = Path(folder, name), SCRIPTS / name
-        if not new.exists() or old.read_bytes() != new.read_bytes():
-            changed.append(name)
-    if not changed:
-        raise Failed(f"the scripts are as in {revision}; --against=COMMIT compares with another")
-    for name in changed:
-        new = SCRIPTS / name
-        text = new.read_text(encoding="utf-8") if new.exists() else ""
-        old = Path(folder, name).read_text(encoding="utf-8")
-        if without_comments(old) != without_comments(text):
-            return
-    raise Failed("only comments and docstrings were edited")
-
-def code_of_scripts():
-    """Return {name: CRC} of the scripts and of what lies beside them."""
-    return {path.name: zlib.crc32(path.read_bytes()) for path in sorted(SCRIPTS.glob("*.py"))}
-
-
-# ---- the check
-@dataclass
-class Verdict:
-    promise: str          # a key of PROMISES
-    outcome: str          # holds, BROKEN or not checked
-    detail: str = ""      # of BROKEN: what differs; of not checked: why
-    evidence: list = field(default_factory=list)  # more lines of a broken promise
-
-    def __str__(self):
-        name, cause = PROMISES[self.promise]
-        line = f"{name:52} {self.outcome}"
-        if self.outcome == "holds":
-            return line + (f" ({self.detail})" if self.detail else "")
-        if self.outcome == "not checked":
-            return f"{line}: {self.detail}"
-        lines = [f"{line}: {self.detail}"]
-        for text in filter(None, [*self.evidence, cause]):
-            for part in text.splitlines():
-                lines += textwrap.wrap(part, 96, initial_indent="    ", subsequent_indent="    ")
-        return "\n".join(lines)
-
-def largest_divisor(number, most):
-    return max(n for n in range(1, max(1, most) + 1) if number % n == 0)
-
-class Plan:
-    """The runs of a check and their flags, which follow from the constants of the edited script."""
-    def __init__(self, options, setup):
-        constants, steps = setup["constants"], options.steps
-        self.setup, self.dropout = setup, float(constants.get("dropout", 0))
-        self.exact, self.rows = setup["device"] == "cpu", setup["rows"]
-        self.low_precision = setup["dtype"] != "float32" or not self.exact
-        self.B = largest_divisor(self.rows, int(constants["B"]))
-        self.each = steps // 4   # steps between validations
-        self.saved = 2 * self.each  # the step that is saved before the kill
-        self.killed = self.saved + 1 + self.each // 2
-        self.common = DEFAULTS | {
-            "max_steps": steps, "eval_every": self.each, "save_every": self.saved,
-            "warmup_steps": min(int(constants.get("warmup_steps", 0)), self.each),
-            "val_tokens": min(int(constants["val_tokens"]), 4 * self.B * int(constants["T"])),
-        } | options.flags
-        two = self.rows % 2 == 0
-        self.half_B = largest_divisor(self.rows // 2 if two else self.rows, max(1, self.B // 2))
-        self.no_processes = self.why_no_processes(two, options.flags)
-
-    def first_line(self):
-        setup, steps = self.setup, self.common["max_steps"]
-        return (f"Checking {steps} steps of {self.rows * int(setup['constants']['T']):,} tokens, "
-                f"{setup['device']}, {setup['dtype']}. For an edit that acts later, take more: "
-                f"--steps={3 * steps}")
-
-    def why_no_processes(self, two, flags):
-        """Return why two processes cannot be tried here, or an empty text."""
-        device, T = self.setup["device"], self.setup["constants"]["T"]
-        if not two or (self.rows // 2) % self.half_B:
-            return f"the {self.rows} rows of a step cannot be divided between two processes"
-        if int(self.setup["constants"]["total_batch_size"]) % (2 * int(T)):
-            return "total_batch_size is no multiple of two rows"
-        if device == "cpu":
-            return "there is one core only" if cores() < 2 else ""
-        if device == "cuda" and self.setup["gpus"] > 1 and ":" not in flags.get("device", ""):
-            return ""
-        return f"two processes need two GPUs, and the device is {flags.get('device', device)}"
-
-class Check:
-    """One check: it starts all runs, then yields the verdicts in the order of PROMISES."""
-    def __init__(self, lab, options):
-        self.lab, self.options, self.runs = lab, options, {}
-        self.committed, self.no_committed = lab.folder / "committed", ""
-        try:
-            extract_committed(options.against, self.committed)
-        except Failed as e:
-            self.no_committed = str(e)
-
-    def set_up(self):
-        """Set the script up once, without a step, to learn its constants. Raises Failed."""
-        flags = DEFAULTS | self.options.flags
-        self.add("setup", flags, stop=True)
-        if not self.no_committed:
-            self.add("setup_committed", flags, script=self.committed, stop=True)
-        self.plan = Plan(self.options, self.runs["setup"].result().report)
-        if not self.plan.exact:  # the GPU's memory may not be enough for two runs
-            self.lab.turn = threading.Lock()
-
-    def start(self):
-        """Start the runs. At most two run at a time, in this order."""
-        lab, plan, common = self.lab, self.plan, self.plan.common
-        # What dropout drops depends on B
-        no_dropout = common | ({"dropout": 0} if plan.dropout else {})
-        half = no_dropout | {"B": plan.half_B}
-        self.add("base", common, examine=True)
-        lab.planned += 2
-        self.runs["continued"] = lab.pool.submit(
-            lab.run_and_continue, "continued", common, plan.killed,
-            f"checkpoint_{plan.saved:05d}.pt")
-        self.add("again", common)
-        self.add("half", half)
-        self.add("nudged", half, nudge=4e-3 if plan.low_precision else 1e-6)
-        if plan.dropout:
-            self.add("no_dropout", no_dropout)
-        if not self.no_committed:
-            self.add("committed_run", common, script=self.committed, examine=True)
-        self.add("reloaded", self.flags_to_reload(), after="base")
-        if not plan.no_processes:
-            self.add("two", half, after="half", processes=2)
-
-    def add(self, name, flags, after=None, **job):
-        """Start a run; one that comes after another run waits for its end."""
-        if job.get("script") == self.committed:  # which may lack the edit's new constants
-            job["optional"] = list(flags)
-
-        def run():
-            if after:
-                self.runs[after].result()
-            if job.get("processes"):  # they may wait for each other
-                job["limit"] = 45 + 5 * self.lab.seconds[after]
-            return self.lab.run(name, flags, **job)
-        self.lab.planned += 1
-        self.runs[name] = self.lab.pool.submit(run)
-
-    def flags_to_reload(self):
-        """The flags of a run that only validates what the first run saved last."""
-        log_dir, steps = self.lab.folder / "base" / "log", self.options.steps
-        # Weights choose another preset: give every constant
-        return self.plan.setup["constants"] | self.plan.common | {
-            "B": self.plan.B, "max_steps": 0, "init_from": log_dir / f"checkpoint_{steps:05d}.pt"}
-
-    def verdicts(self):
-        """Yield a Verdict for each promise. Raises Failed if nothing can be checked."""
-        self.base = self.runs["base"].result()
-        self.log, self.found, self.val_repeats = self.base.log, {}, True
-        for promise, check_promise in (
-                ("same", self.check_same), ("killed", self.check_killed), ("B", self.check_B),
-                ("processes", self.check_processes), ("saved", self.check_saved),
-                ("samples", self.check_samples), ("loss", self.check_loss),
-                ("effect", self.check_effect), ("begin", self.check_begin)):
-            try:
-                verdict = check_promise()
-            except Failed as e:
-                verdict = Verdict(promise, "BROKEN", "the run stops with an error",
-                                  [str(e), ERRORS.get(promise, "")])
-            self.found[promise] = verdict.outcome
-            yield verdict
-
-    @property
-    def rounding(self):
-        half, nudged = self.runs["half"].result(), self.runs["nudged"].result()
-        return Rounding(half.log, nudged.log, self.plan.low_precision)
-
-    def repeats(self):
-        """Whether the same command gave the same run, without which others cannot be compared."""
-        return self.found["same"] == "holds"
-
-    def hint(self, *runs):
-        """Name what changed during a run and is not saved: the likely reason for a difference."""
-        changed = {what for run in runs for what in run.report["changed"]}
-        if not self.no_committed:
-            with contextlib.suppress(Failed):  # fields of Run that the script itself changes
-                usual = self.runs["committed_run"].result().report["changed"]
-                changed -= {what for what in usual if what.startswith("run.")}
-        if not changed:
-            return ""
-        return f"This changed during training and is not saved: {', '.join(sorted(changed))}."
-
-    def compare_equal(self, promise, run, said, hints):
-        """The verdict on a run that must equal the first: bit for bit on a CPU."""
-        allowed = None if self.plan.exact else self.rounding
-        difference = first_difference(self.log, run.log, allowed)
-        if difference:
-            return Verdict(promise, "BROKEN", str(difference), [difference.says(*said), *hints])
-        if not self.plan.exact:
-            half, nudged = self.runs["half"].result(), self.runs["nudged"].result()
-            most = max(1e-4, 10 * distance(half.checkpoint, nudged.checkpoint))
-            apart = distance(self.base.checkpoint, run.checkpoint)
-            if not apart <= most:
-                return Verdict(promise, "BROKEN", "the last checkpoints differ",
-                               [f"They are {apart:.1g} apart, where rounding explains {most:.1g}.",
-                                *hints])
-            return Verdict(promise, "holds", "within rounding, as on a GPU equal runs may differ")
-        differs = first_tensor_that_differs(self.base.checkpoint, run.checkpoint)
-        if differs:
-            name, apart = differs
-            return Verdict(promise, "BROKEN", "the logs are equal, the last checkpoints differ",
-                           [f"{name} is the first tensor that differs, by up to {apart:.2g}.",
-                            *hints])
-        return Verdict(promise, "holds")
-
-    def check_same(self):
-        again = self.runs["again"].result()
-        difference = first_difference(self.log, again.log, None if self.plan.exact
-                                      else self.rounding)
-        self.val_repeats = not (difference and difference.stream == "val")
-        used = ", ".join(self.base.report["used"])
-        hints = [f"During training numbers were drawn from {used}."] if used else []
-        return self.compare_equal("same", again, ("in the first run", "in the second"), hints)
-
-    def check_killed(self):
-        if not self.repeats():
-            return Verdict("killed", "not checked", NO_REPEAT)
-        try:
-            run = self.runs["continued"].result()
-        except Failed as e:
-            if str(e) == "NOT KILLED":
-                return Verdict("killed", "not checked",
-                               f"run.state.step never became {self.plan.killed}")
-            raise
-        if run.report["step"] != self.plan.saved:
-            return Verdict("killed", "BROKEN", f"it continues at step {run.report['step']}, though "
-                           f"step {self.plan.saved} was saved")
-        return self.compare_equal(
-            "killed", run, ("not killed", f"killed and continued from step {self.plan.saved}"),
-            [self.hint(self.base)])
-
-    def check_B(self):
-        plan, base, note = self.plan, self.base, ""
-        if plan.half_B == plan.B:
-            return Verdict("B", "not checked", f"B is {plan.B}, which cannot be halved")
-        if not self.repeats():
-            return Verdict("B", "not checked", NO_REPEAT)
-        half = self.runs["half"].result()
-        if plan.dropout:
-            base, note = self.runs["no_dropout"].result(), WITHOUT_DROPOUT
-        if half.report["draws"]:
-            return Verdict("B", "not checked", "forward() draws random numbers in training, which "
-                           "depend on B, as those of dropout do")
-        difference = first_difference(base.log, half.log, self.rounding)
-        if not difference:
-            return Verdict("B", "holds", note)
-        return Verdict("B", "BROKEN", str(difference), [difference.says(
-            f"with B={plan.B}", f"with B={plan.half_B}"), self.hint(base)])
-
-    def check_processes(self):
-        plan = self.plan
-        if plan.no_processes:
-            return Verdict("processes", "not checked", plan.no_processes)
-        if not self.repeats():
-            return Verdict("processes", "not checked", NO_REPEAT)
-        half, two = self.runs["half"].result(), self.runs["two"].result()
-        difference = first_difference(half.log, two.log, self.rounding)
-        if not difference:
-            notes = [WITHOUT_DROPOUT] if plan.dropout else []
-            if self.found["B"] != "holds":
-                notes.append(f"with the same B, {plan.half_B}")
-            return Verdict("processes", "holds", "; ".join(notes))
-        return Verdict("processes", "BROKEN", str(difference), [difference.says(
-            "with one process", "with two, and the same B"), self.hint(half, two)])
-
-    def check_saved(self):
-        steps = self.options.steps
-        before = self.log.get((steps, "val"))
-        after = self.runs["reloaded"].result().log.get((0, "val"))
-        if before is None or after is None:
-            return Verdict("saved", "not checked", "log.txt has no val of the last step")
-        if not self.val_repeats:
-            return Verdict("saved", "not checked", VAL_VARIES)
-        difference = first_difference({(0, "val"): before}, {(0, "val"): after},
-                                      Rounding({}, {}, self.plan.low_precision))
-        if not difference:
-            return Verdict("saved", "holds")
-        return Verdict("saved", "BROKEN", "the validation loss differs", [difference.says(
-            f"after step {steps}", "when its checkpoint is loaded by --init_from"),
-            self.hint(self.base)])
-
-    def check_samples(self):
-        problem = self.base.report["samples"]
-        if not problem:
-            return Verdict("samples", "holds")
-        return Verdict("samples", "BROKEN", problem[0], problem[1:])
-
-    def check_loss(self):
-        reported, own = self.log.get((self.options.steps, "val")), self.base.report["cross_entropy"]
-        if reported is None:
-            return Verdict("loss", "not checked", "log.txt has no val of the last step")
-        if not self.val_repeats:
-            return Verdict("loss", "not checked", VAL_VARIES)
-        if not isinstance(own, float):
-            return Verdict("loss", "BROKEN", "model(idx) gives no logits to compare with", [own])
-        gap = float(reported) - own
-        tolerance = 1e-3 if self.plan.low_precision else 1e-5
-        if abs(gap) <= tolerance * max(1.0, abs(own)):
-            return Verdict("loss", "holds")
-        return Verdict("loss", "BROKEN", f"val is {reported}, the cross-entropy {own:.6f}",
-                       [f"The difference is {gap:+.6f}."])
-
-    def check_effect(self):
-        if self.no_committed:
-            return Verdict("effect", "not checked", self.no_committed)
-        try:
-            committed = self.runs["committed_run"].result()
-        except Failed as e:
-            return Verdict("effect", "not checked", f"{self.options.against} fails: "
-                           f"{str(e).splitlines()[-1]}")
-        theirs, difference = committed.log, first_difference(self.log, committed.log)
-        losses = first_difference({key: self.log[key] for key in self.log if is_loss(key[1])},
-                                  {key: theirs[key] for key in theirs if is_loss(key[1])})
-        if losses:
-            if self.repeats() and not first_difference(self.log, theirs, self.rounding):
-                return Verdict("effect", "holds", "but all losses equal those without the edit "
-                               "within rounding")
-            return Verdict("effect", "holds", f"from step {losses.step} on")
-        if difference:
-            return Verdict("effect", "holds", f"on {difference.stream} only: all losses are the "
-                           "same digit for digit")
-        if self.base.report["drawn"] != committed.report["drawn"]:
-            return Verdict("effect", "holds", "on samples only: all losses are the same digit for "
-                           "digit")
-        return Verdict("effect", "BROKEN", "it has no effect on training", [
-            f"Compared with {self.options.against} over {self.options.steps} steps. Constants "
-            "that check.py sets itself, for example max_steps and warmup_steps, do not show."])
-
-    def check_begin(self):
-        if self.no_committed:
-            return Verdict("begin", "not checked", self.no_committed)
-        try:
-            committed = self.runs["setup_committed"].result()
-        except Failed as e:
-            return Verdict("begin", "not checked", f"{self.options.against} fails: "
-                           f"{str(e).splitlines()[-1]}")
-        theirs = committed.report["initial"]
-        differ = []
-        for name, (shape, crc) in self.plan.setup["initial"].items():
-            if name in theirs and theirs[name][0] == shape and theirs[name][1] != crc:
-                differ.append(name)
-        if not differ:
-            return Verdict("begin", "holds")
-        return Verdict("begin", "BROKEN", f"{len(differ)} of {len(theirs)} parameters differ",
-                       ["They are " + ", ".join(differ[:6]) + (", ..." if differ[6:] else ".")])
-
-
-# ---- in the process of a run
-def be_a_run(folder):
-    """Be `python train_gpt2.py` with the flags in folder/job.json, and do what else it says."""
-    job = json.loads((folder / "job.json").read_text())
-    rank = os.environ.get("RANK", "0")
-    running = folder / f"running_{rank}.{os.getpid()}"
-    running.touch()
-    threading.Thread(target=end_with, args=(job["parent"], folder, running), daemon=True).start()
-    for number, name in ((1, f"out_{rank}.txt"), (2, f"err_{rank}.txt")):
-        os.dup2(os.open(folder / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-    sys.dont_write_bytecode = True
-    sys.path[0] = job["scripts"]
-    import train_gpt2 as t
-    known = {constant.name for constant in dataclasses.fields(t.Config)}
-    # Left out if an edit removed them from Config, or if they are new there
-    optional = [*DEFAULTS, "warmup_steps", *job.get("optional", ())]
-    flags = {name: value for name, value in job["flags"].items()
-             if name in known or name not in optional}
-    sys.argv = [str(Path(job["scripts"], "train_gpt2.py")),
-                *(f"--{name}={value}" for name, value in flags.items())]
-    real_train = t.train
-
-    def train(run):
-        try:
-            train_and_report(t, real_train, run, job, folder)
-        except BaseException:  # check.py sees this file at once; main() handles the error
-            (folder / f"failed_{rank}").touch()
-            raise
-    t.train = train
-    t.main()
-
-def end_with(parent, folder, running):
-    """End this process when check.py deletes job.json, or when check.py has ended."""
-    while (folder / "job.json").exists():
-        if os.name != "nt":  # on Windows, signal 0 would end the process that it is sent to
-            try:
-                os.kill(parent, 0)
-            except OSError:
-                break
-        time.sleep(0.2)
-    with contextlib.suppress(OSError):
-        running.unlink()
-    os._exit(1)
-
-def train_and_report(t, real_train, run, job, folder):
-    """Train and write report.json, which holds all that check.py wants to know of the run."""
-    import torch
-    # Export and curves would import these, which takes seconds
-    for name in ("transformers", "matplotlib"):
-        sys.modules.setdefault(name, None)
-    if job.get("nudge"):
-        nudge(run, job["nudge"])
-    report = describe(t, run)
-    draws = count_draws(run)
-    before, generators = unsaved_values(t, run), other_generators()
-    if job.get("kill"):
-        kill_at(run, job["kill"]["step"], Path(run.cfg.log_dir, job["kill"]["after"]), folder,
-                report)
-    if not job.get("stop"):
-        real_train(run)
-    after, used = unsaved_values(t, run), other_generators()
-    report["changed"] = [what for what in after if after[what] != before.get(what)]
-    report["used"] = [name for name in used if used[name] != generators[name]]
-    report["draws"] = draws["count"]
-    if job.get("examine"):
-        with torch.no_grad(), run.autocast():
-            report |= examine(run)
-    write_report(folder, report)
-
-def write_report(folder, report):
-    if os.environ.get("RANK", "0") == "0":
-        (folder / "report.json").write_text(json.dumps(report))
-
-def describe(t, run):
-    """Return what check.py wants to know of a run before its first step."""
-    import torch
-    with run.autocast():
-        low = torch.is_autocast_enabled(run.device.type)
-        dtype = str(torch.get_autocast_dtype(run.device.type))[6:] if low else "float32"
-    names = [constant.name for constant in dataclasses.fields(t.Config)]
-    return {
-        "constants": {name: getattr(run.cfg, name) for name in names},
-        "rows": t.rows_before(run.cfg, 1), "device": run.device.type, "dtype": dtype,
-        "gpus": torch.cuda.device_count(), "step": run.state.step,
-        "initial": {name: (list(p.shape), crc_of(p))
-                    for name, p in run.state.raw_model.named_parameters()}}
-
 def crc_of(tensor):
-    import torch
+    """Return a checksum of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
 
-def nudge(run, size):
-    """Change the initial weights by about `size` of their values: a few units of rounding."""
-    import torch
-    with torch.no_grad():
-        for i, p in enumerate(run.state.raw_model.parameters()):
-            generator = torch.Generator().manual_seed(i)
-            noise = torch.randn(p.shape, generator=generator).to(p.device, p.dtype)
-            p.mul_(1 + size * noise)
+# ---- The committed version
+def extract_committed(commit, folder):
+    """Write the committed version of the project into `folder`.
 
-def kill_at(run, step, checkpoint, folder, report):
-    """Have this process killed when the state comes to that step and the checkpoint exists."""
-    class Watched(type(run.state)):
-        def __setattr__(self, name, value):
-            super().__setattr__(name, value)
-            if name == "step" and value == step:
-                end = time.monotonic() + 300
-                while not checkpoint.exists() and time.monotonic() < end:
-                    time.sleep(0.01)
-                write_report(folder, report)
-                (folder / "killed").touch()
-                os.kill(os.getpid(), KILL)
-    Watched.__name__ = type(run.state).__name__
-    run.state.__class__ = Watched
+    Raise Unchecked if there is none, or if its code is the same as that of the scripts.
+    """
+    folder.mkdir()
+    archive = folder / "project.zip"
+    command = ["git", "archive", "--format=zip", f"--output={archive}", commit, "--", "."]
+    try:
+        subprocess.run(command, cwd=SCRIPTS, check=True, capture_output=True, text=True)
+    except FileNotFoundError:
+        raise Unchecked("git is not installed") from None
+    except subprocess.CalledProcessError as e:
+        raise Unchecked(f"git: {e.stderr.splitlines()[0]}") from None
+    shutil.unpack_archive(archive, folder)
+    if not (folder / "train_gpt2.py").exists():
+        raise Unchecked(f"{commit} has no train_gpt2.py")
+    names = {path.name for place in (folder, SCRIPTS) for path in place.glob("*.py")}
+    if all(code_of(folder / name) == code_of(SCRIPTS / name) for name in names):
+        raise Unchecked(f"the code is the same as in {commit}; --against=COMMIT compares it with "
+                        "a different commit")
 
-def count_draws(run):
-    """Count forward passes in training that draw from torch's generator. A compiled model has no
-    hooks, and counts 0."""
-    import torch
-    counted, before = {"count": 0}, []
-    if run.cfg.compile == "True":
-        return counted
-    # Hooks must not refer to run: main() deletes it so that DDP ends before the process group
-    device = run.device
+def code_of(path):
+    """Return the code of a file in a form that does not depend on comments and spaces."""
+    return ast.dump(ast.parse(path.read_text(encoding="utf-8"))) if path.exists() else ""
 
-    def state():
-        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+# ---- The plan
+class Plan:
+    """What the runs have in common, derived from the constants of the edited script.
 
-    def begin(model, args):
-        if model.training:
-            before[:] = [state()]
+    constants: {name: value} as the script resolved them. device: the type of the device.
+    """
+    def __init__(self, options, constants, device):
+        self.options, self.constants, self.device = options, constants, device
+        unknown = options.flags.keys() - constants.keys()
+        if unknown:
+            raise Failed(f"--{min(unknown)}: neither check.py nor train_gpt2.py has this flag.")
+        self.exact = device == "cpu"  # on a GPU, two equal runs may differ by rounding
+        self.low_precision = not self.exact or constants["dtype"] != "float32"
+        self.floor = 2e-4 if self.low_precision else 2e-6  # of losses that should be equal
+        self.B, self.T = constants["B"], constants["T"]
+        self.batch = constants["total_batch_size"]
+        # If B divides the rows of a step, then so does B / 2 with two processes
+        self.half_B = self.B // 2 if self.B % 2 == 0 else 1
+        each = options.steps // 4
+        self.saved = 2 * each                    # a step that is saved,
+        self.killed = self.saved + 1 + each // 2  # and a later step, in which a run is killed
+        self.common = DEFAULTS | {
+            "max_steps": options.steps, "eval_every": each, "save_every": self.saved,
+            "warmup_steps": min(constants.get("warmup_steps", 0), each),
+            "val_tokens": min(constants["val_tokens"], 4 * self.B * self.T),
+        } | options.flags
+        # The dropout masks depend on B, so runs with a different B are compared without dropout
+        self.dropout = constants.get("dropout", 0) > 0
+        self.remark = "with dropout=0" if self.dropout else ""
+        self.no_dropout = self.common | ({"dropout": 0} if self.dropout else {})
+        self.half = self.no_dropout | {"B": self.half_B}
+        device_flag = options.flags.get("device", "")  # may name a single GPU, such as cuda:1
+        self.no_processes = ""  # or the reason why two processes cannot be tried
+        if self.batch % (2 * self.T):
+            self.no_processes = f"a step has {self.batch // self.T} rows, an odd number"
+        elif (CORES if self.exact else torch.cuda.device_count()) < 2 or ":" in device_flag:
+            self.no_processes = "two processes need two cores or two GPUs"
 
-    def end(model, args, outputs):
-        if model.training and not torch.equal(before[0], state()):
-            counted["count"] += 1
-    run.state.raw_model.register_forward_pre_hook(begin)
-    run.state.raw_model.register_forward_hook(end)
-    return counted
+    def start_runs(self, lab, committed):
+        """Start all runs, those first that others wait for. committed: a folder, or None."""
+        lab.start("half", self.half)
+        examine = 5e-2 if self.low_precision else 1e-4
+        lab.start("base", self.common, examine=examine)
+        if not self.no_processes:
+            lab.start("two", self.half, after="half", processes=2)
+        lab.start("killed", self.common, kill_at=self.killed, kill_after=self.saved)
+        # With init_from, the script would choose a different preset, so give every constant
+        last = lab.folder / "base" / "log" / f"checkpoint_{self.options.steps:05d}.pt"
+        lab.start("reloaded", self.constants | self.common | {"max_steps": 0, "init_from": last},
+                  after="base")
+        lab.start("again", self.common)
+        lab.start("continued", self.common, after="killed", log_of="killed")
+        lab.start("nudged", self.half, nudge=4e-3 if self.low_precision else 1e-6)
+        if self.dropout:
+            lab.start("no_dropout", self.no_dropout)
+        if committed:
+            lab.start("committed", self.common, scripts=committed, examine=examine)
 
+# ---- The verdicts
+@dataclass
+class Verdict:
+    outcome: str          # holds, BROKEN or not checked
+    detail: str = ""      # what differs, why the promise was not checked, or a remark
+    evidence: tuple = ()  # more lines about a broken promise
 
-# What an edit keeps outside of State, to name it when a promise is broken
+def holds(remark=""):
+    return Verdict("holds", remark)
+
+def broken(detail, *evidence):
+    return Verdict("BROKEN", detail, evidence)
+
+def in_words(promise, verdict):
+    """Return the line or lines to print about a promise."""
+    name, cause = PROMISES[promise]
+    line = f"{name:52} {verdict.outcome}"
+    if verdict.outcome == "holds":
+        return line + (f" ({verdict.detail})" if verdict.detail else "")
+    lines = [f"{line}: {verdict.detail}"]
+    if verdict.outcome == "BROKEN":
+        for text in "\n".join(filter(None, [*verdict.evidence, cause])).splitlines():
+            lines += textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
+    return "\n".join(lines)
+
+class Check:
+    """The promises, each with a method that returns a Verdict.
+
+    A method raises Unchecked if its promise cannot be checked, and Failed if a run stopped with an
+    error. result: a function that returns the Finished of the run with a name.
+    no_committed: the reason why there is no committed version to compare with, or an empty text.
+    """
+    def __init__(self, plan, result, no_committed):
+        self.plan, self.result, self.no_committed = plan, result, no_committed
+        self.base = result("base")
+        self.repeats = True  # until check_same() finds otherwise
+
+    def verdict(self, promise):
+        """Return the Verdict on a promise. They must be asked for in the order of PROMISES."""
+        try:
+            if promise in NEED_EQUAL_RUNS and not self.repeats:
+                raise Unchecked("the same command already gives a different run")
+            verdict = getattr(self, f"check_{promise}")()
+        except Unchecked as reason:
+            verdict = Verdict("not checked", str(reason))
+        except Failed as error:
+            verdict = broken("the run stops with an error", str(error))
+        if promise == "same":
+            self.repeats = verdict.outcome == "holds"
+        return verdict
+
+    def allowed(self):
+        """Return the differences that rounding explains, as {step: difference}."""
+        return tolerances(self.result("half").log, self.result("nudged").log, self.plan.floor)
+
+    def hint(self, *runs):
+        """Name what changed during training and is not saved, which is the likely reason."""
+        changed = ", ".join(sorted({what for run in runs for what in run.report["changed"]}))
+        return f"This changed during training and is not saved: {changed}." if changed else ""
+
+    def compare_losses(self, one, two, in_one, in_two, remark=""):
+        """Return the Verdict on two runs whose losses must be equal, apart from rounding."""
+        difference = first_difference(one.log, two.log, self.allowed())
+        if difference:
+            return difference.verdict(in_one, in_two, self.hint(one, two))
+        return holds(remark)
+
+    def compare_all(self, run, in_base, in_run):
+        """Return the Verdict on a run that must equal the first run in every bit.
+
+        in_base, in_run: where the values are from, for example "in the first run". On a GPU,
+        equal runs may differ by rounding, so only their losses are compared.
+        """
+        if not self.plan.exact:
+            return self.compare_losses(self.base, run, in_base, in_run)
+        difference = first_difference(self.base.log, run.log)
+        if difference:
+            return difference.verdict(in_base, in_run, self.hint(self.base))
+        tensor = first_tensor_that_differs(self.base.checkpoint, run.checkpoint)
+        if tensor:
+            return broken("the logs are equal, but the last checkpoints differ",
+                          f"In the checkpoint, {tensor}.", self.hint(self.base))
+        return holds()
+
+    def check_same(self):
+        return self.compare_all(self.result("again"), "in the first run", "in the second run")
+
+    def check_killed(self):
+        run, saved = self.result("continued"), self.plan.saved
+        if run.report["step"] != saved:
+            return broken(f"it continues at step {run.report['step']} instead of step {saved}")
+        return self.compare_all(run, "without a kill", f"with a kill after step {saved}")
+
+    def check_B(self):
+        plan, half = self.plan, self.result("half")
+        if plan.B == 1:
+            raise Unchecked("B is 1, so it cannot be halved")
+        if half.report["draws"]:
+            raise Unchecked("forward() draws random numbers, which depend on B as those of dropout "
+                            "do")
+        one = self.result("no_dropout") if plan.dropout else self.base
+        return self.compare_losses(one, half, f"with B={plan.B}", f"with B={plan.half_B}",
+                                   plan.remark)
+
+    def check_processes(self):
+        if self.plan.no_processes:
+            raise Unchecked(self.plan.no_processes)
+        return self.compare_losses(self.result("half"), self.result("two"), "with one process",
+                                   "with two processes and the same B", self.plan.remark)
+
+    def compare_val(self, other, what, *evidence):
+        """Return the Verdict on a number that must equal the last validation loss."""
+        val = last_val(self.base.log)
+        gap = val - other
+        if abs(gap) <= 5 * self.plan.floor * max(1.0, abs(val)):
+            return holds()
+        return broken(f"val is {val:.6f}, but {what} is {other:.6f}",
+                      f"The difference is {gap:+.6f}.", *evidence)
+
+    def check_saved(self):
+        return self.compare_val(last_val(self.result("reloaded").log),
+                                "val of the checkpoint (with --init_from)", self.hint(self.base))
+
+    def check_samples(self):
+        problem = self.base.report["samples"]
+        return broken(*problem) if problem else holds()
+
+    def check_loss(self):
+        cross_entropy = self.base.report["cross_entropy"]
+        if isinstance(cross_entropy, str):
+            return broken("model(idx) returns no logits to compare with", cross_entropy)
+        return self.compare_val(cross_entropy, "the cross-entropy")
+
+    def committed(self):
+        """Return the run of the committed version. Raise Unchecked if there is none."""
+        if self.no_committed:
+            raise Unchecked(self.no_committed)
+        try:
+            return self.result("committed")
+        except Failed as error:
+            raise Unchecked(f"the committed version stops: {str(error).splitlines()[-1]}") from None
+
+    def check_effect(self):
+        committed, log = self.committed(), self.base.log
+        losses = first_difference(losses_of(log), losses_of(committed.log))
+        if losses:
+            if self.repeats and not first_difference(log, committed.log, self.allowed()):
+                return holds("but all losses are within rounding of those without the edit")
+            return holds(f"from step {losses.step} on")
+        difference = first_difference(log, committed.log)
+        if difference:
+            return holds(f"on {difference.stream} only; the losses are the same digit for digit")
+        if self.base.report["drawn"] != committed.report["drawn"]:
+            return holds("on samples only; the losses are the same digit for digit")
+        return broken("it has no effect on training", (
+            f"Compared with {self.plan.options.against} over {self.plan.options.steps} steps. "
+            "Changes of constants that check.py sets itself, such as max_steps, do not show."))
+
+    def check_begin(self):
+        mine, theirs = self.base.report["initial"], self.committed().report["initial"]
+        differ = [name for name, (shape, crc) in mine.items()
+                  if name in theirs and theirs[name][0] == shape and theirs[name][1] != crc]
+        if not differ:
+            return holds()
+        return broken(f"{len(differ)} of {len(mine)} parameters differ",
+                      "They are " + ", ".join(differ[:6]) + (", ..." if differ[6:] else "."))
+
+# ---- The command
+def check(options):
+    """Print the verdicts. Return the number of broken promises. Raise Failed."""
+    code = code_of_scripts()
+    with closing(Laboratory(workers=1)) as lab:  # to learn the constants, without a step
+        lab.start("setup", DEFAULTS | options.flags, stop=True)
+        setup = lab.result("setup").report
+    plan = Plan(options, setup["constants"], setup["device"])
+    print(f"Checking {options.steps} steps of {plan.batch:,} tokens, {plan.device}, "
+          f"{plan.constants['dtype']}. For an edit that acts later, run more: "
+          f"--steps={3 * options.steps}", flush=True)
+    outcomes = []
+    # Two runs might need more memory than a GPU has
+    with closing(Laboratory(workers=min(2, CORES) if plan.exact else 1)) as lab:
+        committed, no_committed = lab.folder / "committed_scripts", ""
+        try:
+            extract_committed(options.against, committed)
+        except Unchecked as reason:
+            committed, no_committed = None, str(reason)
+        plan.start_runs(lab, committed)
+        checking = Check(plan, lab.result, no_committed)
+        for promise in PROMISES:
+            verdict = checking.verdict(promise)
+            outcomes.append(verdict.outcome)
+            show_progress("")
+            print(in_words(promise, verdict), flush=True)
+    if code_of_scripts() != code:
+        raise Failed("A script was edited during the check. Run the check again.")
+    n_broken, unchecked = outcomes.count("BROKEN"), outcomes.count("not checked")
+    summary = f"{n_broken} of {len(outcomes)} promises broken" if n_broken else "All promises hold"
+    print(summary + (f" ({unchecked} of {len(outcomes)} not checked)." if unchecked else "."))
+    return n_broken
+
+def code_of_scripts():
+    """Return {name: checksum} of the scripts and of the modules beside them."""
+    return {path.name: zlib.crc32(path.read_bytes()) for path in SCRIPTS.glob("*.py")}
+
+def end_by_signal(number, frame):
+    signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C does not interrupt the cleaning up
+    raise SystemExit(128 + number)
+
+def main():
+    if sys.argv[1:2] == ["--be"]:
+        be_a_run(json.loads(sys.argv[2]))
+        return
+    options = parse(sys.argv[1:])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, end_by_signal)
+    try:
+        sys.exit(1 if check(options) else 0)
+    except Failed as error:
+        sys.exit(f"check.py: the script cannot be checked.\n{error}")
+
+# ==== From here on: the process of a run
+def be_a_run(job):
+    """Do what `python train_gpt2.py` with the job's flags does, and write a report."""
+    folder, rank = Path(job["folder"]), os.environ.get("RANK", "0")
+    sys.stdin = open(os.devnull)  # so that a breakpoint() in an edit is an error
+    threading.Thread(target=end_with_check, daemon=True).start()
+    with open(folder / f"err_{rank}.txt", "w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.path[0] = job["scripts"]
+    import train_gpt2 as t
+    # The committed version may lack a constant that the edit adds, and the other way round
+    known = [constant.name for constant in fields(t.Config)]
+    flags = [f"--{name}={value}" for name, value in job["flags"].items() if name in known]
+    sys.argv = [t.__file__, *flags]
+    train = t.train
+    t.train = lambda run: train_and_report(t, train, run, job)
+    t.main()
+
+def end_with_check():
+    """End this process when check.py closes its end of the pipe, or when check.py itself ends.
+
+    torchrun hands the pipe on to the processes that it starts.
+    """
+    os.read(0, 1)  # waits
+    os._exit(1)
+
+def train_and_report(t, train, run, job):
+    """Train, and write what check.py wants to know into report.json.
+
+    The job may contain: stop (take no step), nudge (change the initial weights by about this
+    fraction), kill_at and kill_after (end the process during step kill_at, once the checkpoint of
+    step kill_after exists), and examine (compare samples and validation with model(idx); the value
+    is the tolerance of logits).
+    """
+    for name in ("transformers", "matplotlib"):  # skip the export and the plots, which take seconds
+        sys.modules.setdefault(name, None)
+    for i, p in enumerate(run.state.raw_model.parameters() if "nudge" in job else []):
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
+        p.data *= 1 + job["nudge"] * noise.to(p.device, p.dtype)
+    report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step}
+    report["initial"] = {name: (list(p.shape), crc_of(p))
+                         for name, p in run.state.raw_model.named_parameters()}
+    watch_draws(run, report)
+    if "kill_at" in job:
+        kill_during_step(run, job["kill_at"], job["kill_after"])
+    unsaved = unsaved_values(t, run)
+    if not job.get("stop"):
+        train(run)
+    now = unsaved_values(t, run)
+    report["changed"] = [name for name in now if now[name] != unsaved.get(name)]
+    if "examine" in job:
+        with torch.no_grad(), run.autocast():
+            report |= examine(run, tolerance=job["examine"])
+    if os.environ.get("RANK", "0") == "0":
+        Path(job["folder"], "report.json").write_text(json.dumps(report))
+
+def watch_draws(run, report):
+    """Set report["draws"] to True when a forward pass of training draws from torch's generator."""
+    # The hooks must not refer to `run`, because the script deletes it to end DDP
+    get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
+    states = []
+    report["draws"] = False
+
+    def before(model, args):
+        if torch.is_grad_enabled():
+            states[:] = [get_state()]
+
+    def after(model, args, outputs):
+        if torch.is_grad_enabled() and not torch.equal(states[0], get_state()):
+            report["draws"] = True
+    run.state.raw_model.register_forward_pre_hook(before)
+    run.state.raw_model.register_forward_hook(after)
+
+def kill_during_step(run, step, saved):
+    """End this process in the given step, once the checkpoint of the step `saved` exists."""
+    state, checkpoint = run.state, Path(run.cfg.log_dir, f"checkpoint_{saved:05d}.pt")
+
+    def kill(model, args):
+        if state.step == step and torch.is_grad_enabled():
+            end = time.monotonic() + 300
+            while not checkpoint.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            os._exit(KILLED)  # like kill -9, this neither closes files nor waits for threads
+    run.state.raw_model.register_forward_pre_hook(kill)
+
+# ---- What an edit keeps outside of State. It is named when a promise is broken
 KEPT = (bool, int, float, str, bytes, list, dict, set, tuple, deque, np.ndarray, np.generic,
         random.Random, np.random.RandomState, np.random.Generator)
 
-def fingerprint(value):
-    """Return a text that changes when a number, tensor, container or generator changes, or None."""
-    import torch
-    try:
-        if isinstance(value, torch.Generator):
-            return crc_of(value.get_state())
-        if torch.is_tensor(value):
-            return crc_of(value)
-        if isinstance(value, KEPT) and not isinstance(value, type):
-            parts = value.values() if isinstance(value, dict) else value
-            if isinstance(value, (list, dict, set, tuple, deque)) and any(
-                    isinstance(part, torch.nn.Module) for part in parts):
-                return None
-            return zlib.crc32(pickle.dumps(value))
-    except (RuntimeError, TypeError, ValueError, AttributeError, pickle.PickleError):
-        return None  # a value that cannot be pickled is not named
-    return None
-
 def unsaved_values(t, run):
     """Return {name: fingerprint} of values that a checkpoint does not hold."""
-    import torch
-    values, usual = {}, vars(torch.nn.Module())
-    for module in run.state.raw_model.modules():
-        for name, value in vars(module).items():
-            if name not in usual:
-                label = f"self.{name} in {type(module).__name__}"
-                values.setdefault(label, []).append(fingerprint(value))
-    saved = run.state.raw_model.state_dict()
-    for name, buffer in run.state.raw_model.named_buffers():
-        if name not in saved:
-            values[f"the buffer {name}, which is not persistent"] = crc_of(buffer)
-    for name, value in vars(run).items():
-        if name not in ("validated_step", "step_seconds", "told_slow"):  # of the script itself
-            values[f"run.{name}"] = fingerprint(value)
-    for optimizer in run.state.optimizers:
-        for name, value in vars(optimizer).items():
-            if not name.startswith("_") and name not in ("state", "param_groups", "defaults"):
-                values[f"self.{name} in {type(optimizer).__name__}"] = fingerprint(value)
-    for name, value in vars(t).items():
-        if not name.startswith("__"):
-            values[f"the global {name}"] = fingerprint(value)
+    values = {"the generator of the module random": fingerprint(random.getstate()),
+              "the generator of numpy.random": fingerprint(np.random.get_state())}
+    usual = {*vars(torch.nn.Module()), *vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))}
+    for thing in (*run.state.raw_model.modules(), *run.state.optimizers):
+        for name in vars(thing).keys() - usual:
+            label = f"self.{name} in {type(thing).__name__}"
+            values.setdefault(label, []).append(fingerprint(getattr(thing, name)))
+    for name in vars(run).keys() - {"validated_step", "step_seconds", "told_slow"}:
+        values[f"run.{name}"] = fingerprint(getattr(run, name))
+    for name in vars(t).keys() - {"__builtins__"}:
+        values[f"the global {name}"] = fingerprint(getattr(t, name))
     return values
 
-def other_generators():
-    """Return {name: fingerprint} of the generators that are not torch's."""
-    return {"the module random": zlib.crc32(pickle.dumps(random.getstate())),
-            "numpy.random": zlib.crc32(pickle.dumps(np.random.get_state()))}
+def fingerprint(value):
+    """Return a checksum of a tensor, generator, number or container, or None for other objects."""
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if torch.is_tensor(value):
+        return crc_of(value)
+    if not isinstance(value, KEPT):
+        return None
+    if isinstance(value, (list, tuple)) and any(isinstance(p, torch.nn.Module) for p in value):
+        return None  # for example a teacher
+    try:
+        return zlib.crc32(pickle.dumps(value))
+    except Exception:  # pickle raises errors of many kinds
+        return None
 
-# ---- in the process of the first run, after its last step
-def examine(run):
-    """Return how samples and validation loss of the trained model agree with model(idx)."""
-    import torch
+# ---- How samples and the validation loss of the trained model agree with model(idx)
+def examine(run, tolerance):
+    """Return {"samples": a problem or None, "drawn": token ids, "cross_entropy": loss}.
+
+    An edited generate() or forward() may raise anything, so errors become texts.
+    """
     model, T = run.state.eval_model, run.cfg.T
-    low = run.device.type != "cpu" or torch.is_autocast_enabled("cpu")
     x, _ = run.val_loader.batch(0, 2, run.device)
-    n, drawn = max(1, min(12, T // 2)), None
-    short = x[:, :max(1, T // 4)]
-    # The continuation of the second prompt is longer than the context
-    prompts = short, x[:, :max(1, T - n // 2)]
+    n = min(12, T // 2)
+    report = {"samples": None, "drawn": None}
     try:
-        problem = sample_problem(model, prompts, n, T, low)
-    except Exception as e:  # an edited generate() may raise anything
-        problem = ["generate() stops with an error", f"{type(e).__name__}: {e}"]
-    with contextlib.suppress(Exception):
+        for prompt in (x[:, :T // 4], x[:, n // 2:]):  # the second continuation exceeds the context
+            report["samples"] = report["samples"] or sample_problem(model, prompt, n, T, tolerance)
         torch.manual_seed(0)
-        idx, probabilities = draw(model, short, n, temperature=0.8, top_k=20)
-        drawn = idx.tolist(), [crc_of(probs) for probs in probabilities]
-    try:
-        loss = cross_entropy(run, model)
+        report["drawn"] = model.generate(x[:, :1], n, temperature=0.8, top_k=20).tolist()
     except Exception as e:
-        loss = f"{type(e).__name__}: {e}"
-    return {"samples": problem, "drawn": drawn, "cross_entropy": loss}
+        report["samples"] = ["generate() stops with an error", f"{type(e).__name__}: {e}"]
+    try:
+        report["cross_entropy"] = cross_entropy(run, model)
+    except Exception as e:
+        report["cross_entropy"] = f"{type(e).__name__}: {e}"
+    return report
 
-def sample_problem(model, prompts, n, T, low):
-    """Return [what is wrong, where] if generate() does not follow model(idx), else None."""
-    for prompt in prompts:
-        problem = greedy_problem(model, prompt, n, T, 5e-2 if low else 1e-4)
-        problem = problem or drawn_problem(model, prompt, n, T, 5e-2 if low else 1e-3)
-        if problem:
-            return problem
-    return None
+def sample_problem(model, prompt, n, T, tolerance):
+    """Return [what is wrong, where] if greedy tokens are not the arg max of model(idx), or None.
 
-def last_logits(model, idx, T):
-    """Return logits (B, n_vocab) at the last position of idx (B, length), or of its last T."""
-    block = getattr(getattr(model, "config", None), "block_size", T)
-    return model(idx[:, -block:])[0][:, -1].float()
-
-def greedy_problem(model, prompt, n, T, tolerance):
-    """Return where a greedy continuation leaves the arg max of model(idx), or None."""
+    prompt: token ids (B, length). n: the number of tokens to append.
+    """
+    block_size = getattr(model.config, "block_size", T)
     idx = model.generate(prompt, n, temperature=0)
     for i in range(prompt.size(1), idx.size(1)):
-        logits = last_logits(model, idx[:, :i], T)
-        taken, best = logits.gather(1, idx[:, i:i + 1])[:, 0], logits.max(dim=-1)
-        wrong = (best.values - taken > tolerance * best.values.abs().clamp(min=1)).nonzero()
-        if len(wrong):
-            row = wrong[0].item()
-            return ["generate(temperature=0) leaves the arg max of model(idx)",
-                    f"After {i} tokens generate() appends token {idx[row, i].item()}, the arg max "
-                    f"is {best.indices[row].item()}."]
-    return None
-
-def draw(model, prompt, n, **how):
-    """Return what generate() returns, and the list of probabilities that it drew tokens from."""
-    import torch
-    real, seen = torch.multinomial, []
-
-    def multinomial(probs, *args, **more):
-        seen.append(probs.detach().float())
-        return real(probs, *args, **more)
-    torch.multinomial = multinomial
-    try:
-        return model.generate(prompt, n, **how), seen
-    finally:
-        torch.multinomial = real
-
-def drawn_problem(model, prompt, n, T, tolerance):
-    """Return where generate() draws from other probabilities than the softmax of model(idx).
-
-    The ratios of probabilities must agree, which allows generate() to leave tokens out. If it
-    does not call torch.multinomial once per token, only greedy continuations are compared.
-    """
-    idx, seen = draw(model, prompt, n, temperature=1.0)
-    if len(seen) != n:
-        return None
-    for i, probs in enumerate(seen, prompt.size(1)):
-        logits = last_logits(model, idx[:, :i], T)
-        if probs.shape != logits.shape:
-            return None
-        ratio = probs.log() - logits.log_softmax(-1)
-        kept = (probs > 1e-5) & (logits.softmax(-1) > 1e-5)
-        spread = (ratio.masked_fill(~kept, -math.inf).amax(-1)
-                  - ratio.masked_fill(~kept, math.inf).amin(-1)).max().item()
-        if spread > tolerance:
-            return ["generate() draws from other probabilities than model(idx) gives",
-                    f"After {i} tokens, at temperature 1, some tokens are up to "
-                    f"{math.exp(min(spread, 50)):.4g} times as likely, compared with others."]
+        logits = model(idx[:, max(0, i - block_size):i])[0][:, -1].float()  # (B, n_vocab)
+        for token, row in zip(idx[:, i].tolist(), logits):
+            best = row.max().item()
+            if best - row[token].item() > tolerance * max(1.0, abs(best)):  # more than a tie
+                return ["generate(temperature=0) differs from the arg max of model(idx)",
+                        f"After {i} tokens generate() appends token {token}, but the arg max is "
+                        f"{row.argmax().item()}."]
     return None
 
 def cross_entropy(run, model):
     """Return the mean cross-entropy of the logits over the rows that validation reads."""
-    from torch.nn import functional as F
     cfg, loader = run.cfg, run.val_loader
     rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
     total, counted = 0.0, 0
     for row in range(0, rows, cfg.B):
         x, y = loader.batch(row, min(cfg.B, rows - row), run.device)
         logits = model(x)[0].flatten(0, 1).float()
-        total += F.cross_entropy(logits, y.flatten(), reduction="sum").item()
+        total += torch.nn.functional.cross_entropy(logits, y.flatten(), reduction="sum").item()
         counted += (y >= 0).sum().item()
     return total / max(1, counted)
-
-
-# ---- the command
-def check(options):
-    """Print the verdicts and return the number of broken promises. Raises Failed."""
-    code = code_of_scripts()
-    with Laboratory() as lab:
-        checking, verdicts = Check(lab, options), []
-        try:
-            checking.set_up()
-            print(checking.plan.first_line(), flush=True)
-            checking.start()
-            for verdict in checking.verdicts():
-                verdicts.append(verdict)
-                show_progress("")
-                print(verdict, flush=True)
-        except Failed as e:
-            raise Failed(f"The script cannot be checked, because it stops.\n{e}") from None
-    if code_of_scripts() != code:
-        raise Failed("A script was edited during the check, so the verdicts mean nothing. Run it "
-                     "again.")
-    outcomes = [verdict.outcome for verdict in verdicts]
-    broken, unchecked = outcomes.count("BROKEN"), outcomes.count("not checked")
-    aside = f" ({unchecked} of {len(outcomes)} not checked)" if unchecked else ""
-    print(f"{broken} of {len(outcomes)} promises broken{aside}." if broken
-          else f"All promises hold{aside}.")
-    return broken
-
-def show_progress(text):
-    """Write a line to stderr; on a terminal, the next one takes its place."""
-    if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
-    elif text:
-        print(text, file=sys.stderr, flush=True)
-
-def end_by_signal(number, frame):
-    raise SystemExit(128 + number)
-
-def main():
-    words = sys.argv[1:]
-    if words and words[0].startswith("--be="):
-        be_a_run(Path(words[0].removeprefix("--be=")))
-        return
-    if "--help" in words or "-h" in words:
-        print(__doc__)
-        return
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, end_by_signal)
-    try:
-        sys.exit(1 if check(parse(words)) else 0)
-    except Failed as error:
-        print(f"check.py: {error}", file=sys.stderr)
-        sys.exit(1)
 
 if __name__ == "__main__":
     main()
