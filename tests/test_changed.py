@@ -206,8 +206,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
 def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
     """The checksum covers the code and the modules beside it, but not comments or constants.
 
-    It also covers encoding_parts(). It is that of the file when it was imported, so a later edit
-    does not change it.
+    It also covers encoding_parts().
     """
     source, path = (ROOT / "train_gpt2.py").read_text(), tmp_path / "train_gpt2.py"
 
@@ -216,7 +215,7 @@ def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
         return t.code_checksum.__wrapped__()
     monkeypatch.setattr(t, "__file__", str(path))
     same = checksum(source)
-    assert same == t.code_checksum()  # the checksum of the file that was imported
+    assert same == t.code_checksum()  # the cached function returns the same value
     for old, new, is_same in (
             ("class Block", "# a comment\n\n\nclass Block", True),
             ("import re\n", "import re  # for text\n", True),
