@@ -3,7 +3,7 @@
     python train_gpt2.py     # without shards: a small GPT learns Shakespeare
     python fineweb.py        # tokenize FineWeb-Edu into edu_fineweb10B/*.npy
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
-    tail -f log/log.txt      # lines of the form "<step> <stream> <value>"
+    tail -f log/log.txt      # lines of the form "<step> <metric> <value>"
 
 To change a setting, edit the constants in Config, or give a flag
 (--max_lr=1e-3). Training on a text file uses the constants in SMALL, and
@@ -15,7 +15,7 @@ One idea keeps the script simple: the data of a step is a pure function of
 that the micro-batch size B and the number of GPUs affect only speed and memory.
 (Rounding errors and, with dropout > 0, the dropout masks do depend on them.)
 
-Part one, up to the end of train(), is what you read and change. Part two is
+Part one, up to the end of train(), is the code to read and change. Part two is
 what long runs need in practice. Code marked "For edits:" matters only in an
 edited copy of this file. In the unedited file it has no effect.
 """
@@ -74,9 +74,9 @@ class Config:
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
     shuffle: bool = True            # visit shards, and rows within a shard, in random order
     seed: int = 1337                # determines the initial weights, data order and samples
-    # The batch: total_batch_size affects the training; B affects only memory and speed
+    # The batch: total_batch_size affects training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass; lowered if needed to divide the batch
+    B: int = 64                     # rows per forward pass; lowered if it does not divide the batch
     T: int = 1024                   # tokens per row (the context length)
     # The model: n_layer/n_head/n_embd is 12/12/768 for 124M, 24/16/1024 for 350M, 36/20/1280 for
     # 774M and 48/25/1600 for 1.5B
@@ -109,7 +109,7 @@ class Config:
     top_k: int = 50                 # sample from the k most likely tokens; 0 = from all
     sample: int = 0                 # print this many samples instead of training
     log_dir: str = "log"            # folder of the run: log, checkpoints, curves, export
-    save_every: int = 250           # steps between checkpoints (the two newest and best are kept)
+    save_every: int = 250           # steps between checkpoints (the 2 newest and the best are kept)
     keep_every: int = 5000          # steps between checkpoints that are never deleted
     # The machine
     device: str = "auto"            # auto (CUDA, else MPS, else CPU), cuda, cuda:1, mps or cpu
@@ -124,16 +124,16 @@ SMALL = dict(
     val_tokens=131072, hellaswag_every=0, sample_every=800, sample_prompt="\n\n",
     sample_tokens=300, log_dir="log_small", compile=False)
 
-# For fine-tuning given weights (init_from) on a text file. The weights determine the model's shape
-# and the encoding; max_lr and T follow from the shape (see finetune_preset)
+# For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
+# shape and the encoding. max_lr and T depend on the shape (see suggested_by_weights)
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
     sample_tokens=100, save_every=10, keep_every=0, log_dir="log_finetune")
 
-# ---- Initial weights. Each one is a function of the seed and of its name, so adding a layer does
-# not change the initial weights of the other layers. The name of a weight is known only after the
-# whole GPT has been built. Until then the weight holds a placeholder
+# ---- Initial weights. Each one is a function of its name and of the seed given to torch, so adding
+# a layer does not change the initial weights of the other layers. The name of a weight is known
+# only after the whole GPT has been built. Until then the weight holds a placeholder
 PLACEHOLDER = 2.0**17  # no real weight is this large
 
 def draw_later(layer, std=0.02):
@@ -148,8 +148,9 @@ def draw_later(layer, std=0.02):
 def init_weights(model):
     """Draw the weights of all layers that were given to draw_later().
 
-    Entries that a module has set to other values after calling draw_later() are kept. A weight that
-    was scaled or copied before this function drew it is reported by check_parameters().
+    A module may set entries of such a weight itself; they are kept. It must not scale or copy the
+    weight before this function has drawn it: check_parameters() would find traces of the
+    placeholder and raise an error.
     """
     for name, p in model.named_parameters():  # lists lm_head.weight as transformer.wte.weight
         if hasattr(p, "init_std"):
@@ -162,8 +163,9 @@ def init_weights(model):
 class GPTConfig:
     """The constants of a model, with GPT-2's as defaults.
 
-    In a run, block_size is T in Config, vocab_size and n_vocab come from the encoding, and all
-    others have the values in Config (see build_model).
+    When a new model is trained, block_size is T in Config, vocab_size and n_vocab come from the
+    encoding, and all others have the values in Config. When given weights are trained, all
+    constants except dropout come from the weights (see build_model).
     """
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded to a multiple of 128
@@ -244,10 +246,10 @@ class GPT(nn.Module):
             h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             ln_f=Norm(config.n_embd)))
         self.dropout = nn.Dropout(config.dropout)
+        # The output layer shares the matrix of the input embedding, since similar tokens should
+        # have similar vectors in both. This removes 39 M parameters (Press and Wolf 2017). To give
+        # the output layer a matrix of its own, remove the second statement
         self.lm_head = draw_later(nn.Linear(config.n_embd, config.vocab_size, bias=False))
-        # Use the input embedding as the output matrix as well. (To untie them, remove this
-        # statement.) Similar tokens should have similar vectors in both matrices, and sharing one
-        # matrix removes 39 M parameters (Press and Wolf 2017)
         self.lm_head.weight = self.transformer.wte.weight
         init_weights(self)
         with torch.no_grad():  # the padding rows get no gradient, so they remain 0
@@ -367,21 +369,25 @@ class DataLoaderLite:
     def locate(self, row):
         """Return the number of the shard that holds a row, and the token at which the row begins.
 
-        Example: the shards have 3, 5 and 4 rows, and T is 10. Row 17 is row 5 of epoch 1. If this
-        epoch visits shards 2, 0, 1, it is the second row from shard 0. If the rows of shard 0 are
-        visited in the order 1, 2, 0, it is row 2 of the shard, which begins at token 20.
+        Example: three shards have 3, 5 and 4 rows, and T is 10. Row 17 is visited in epoch 1, after
+        5 other rows. This epoch visits the shards in the order 2, 0, 1, so the row is in shard 0,
+        whose rows it visits in the order 1, 2, 0. After the 4 rows of shard 2, one row of shard 0
+        comes first. So row 17 is the third row in shard 0, which begins at token 20.
         """
-        epoch, row_of_epoch = divmod(row, self.rows_per_epoch)       # 1, 5
-        shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)
-        rows_until_end = self.rows_in_shard[shard_order].cumsum()    # 4, 7, 12
-        i = int(rows_until_end.searchsorted(row_of_epoch, side="right"))  # 1
+        epoch, visited = divmod(row, self.rows_per_epoch)            # 1, 5
+        shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)  # 2, 0, 1
+        ends = self.rows_in_shard[shard_order].cumsum()              # 4, 7, 12
+        i = int(ends.searchsorted(visited, side="right"))            # 1
         number = int(shard_order[i])                                 # 0
         rows = int(self.rows_in_shard[number])                       # 3
-        position = row_of_epoch - (int(rows_until_end[i]) - rows)    # 1
-        row_order = permutation(self.shuffle, rows, self.seed, epoch, number)
-        start = int(row_order[position]) * self.T                    # 20
-        if self.recut:  # the multiples of 0.618 T, modulo T, are far apart
-            start = max(0, start - int(0.618 * epoch * self.T) % self.T)
+        visited_in_shard = visited - (int(ends[i]) - rows)           # 1
+        row_order = permutation(self.shuffle, rows, self.seed, epoch, number)  # 1, 2, 0
+        start = int(row_order[visited_in_shard]) * self.T            # 20
+        if self.recut:
+            # Move all rows of this epoch to the left (the first one cannot move). The multiples of
+            # 0.618 T, modulo T, are far apart
+            shift = int(0.618 * epoch * self.T) % self.T
+            start = max(0, start - shift)
         return number, start
 
     def read(self, row, B):
@@ -411,7 +417,9 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return rows[:, :-1].clone(), rows[:, 1:].clone()
 
-@lru_cache(maxsize=4)  # enough for the permutations in use; all of them would need too much memory
+# Keep the order of the shards and of the rows in the open shard, for each of two loaders. To keep
+# more would need too much memory
+@lru_cache(maxsize=4)
 def permutation(shuffle, n, *key):
     """Return 0 ... n - 1, shuffled with `key` as the seed, or in order if `shuffle` is False.
 
@@ -471,15 +479,15 @@ class Muon(torch.optim.Optimizer):
         self.dtype = dtype
 
     def nesterov_momentum(self, p, momentum):
-        """Update the running average of p's gradient. Return a mix of the gradient and the average.
+        """Update the running average of p's gradient, and look one step ahead.
 
-        With m = momentum, the average becomes m * average + (1 - m) * gradient. The result is
-        m * average + (1 - m) * gradient once more, as if the next gradient were the same.
+        Return the value that the average would have if the same gradient came once more.
         """
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        average = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - momentum)
-        return p.grad.lerp(average, momentum).to(self.dtype)
+        average = self.state[p]["momentum_buffer"]
+        average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * gradient
+        return p.grad.lerp(average, momentum).to(self.dtype)  # the same formula, not in place
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -535,11 +543,11 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # spent in steps, without compilation, evaluation and saving
+    minutes: float = 0.0          # training time, excluding compilation, evaluation and saving
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
-        record_numbers(self.optimizers)  # initial_lr, and what a restart needs
+        record_hyperparameters(self.optimizers)  # sets initial_lr, which step_optimizers() reads
 
     @property
     def eval_model(self):
@@ -610,18 +618,6 @@ def read_step(run):
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
-def mask_corrections(batches):
-    """For edits: return a factor per micro-batch that keeps the mean exact if targets are masked.
-
-    The loss of a step is the mean over all its targets. The mean of the micro-batches' losses is
-    the same number only if all micro-batches have equally many targets that are not -100.
-    Otherwise, multiply each loss by (number of its targets) / (mean number per micro-batch, over
-    all processes). In the unedited file, each factor is 1.
-    """
-    n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    mean = sum_over_ranks(n_targets.sum()) / (len(batches) * world_size())
-    return n_targets / mean
-
 def train_step(run):
     """Take one optimizer step. Return the loss and the gradient norm before clipping.
 
@@ -639,21 +635,22 @@ def train_step(run):
         torch.manual_seed(seed_from(cfg.seed, row))
         # DDP averages gradients over the processes during the backward pass. Only the last
         # micro-step needs that; before it, gradients accumulate locally. The forward pass must
-        # also be inside no_sync(), because DDP prepares the averaging there
+        # also be inside no_sync(), because DDP prepares the averaging in the forward pass
         is_last = row == batches[-1][0]
         with contextlib.nullcontext() if is_last or world_size() == 1 else ddp_model.no_sync():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds gradients up. Divide by the number of micro-steps to get their mean
-            loss = loss / len(batches) * correction
+            loss = loss / len(batches)
+            loss = loss * correction  # For edits: 1, unless targets are masked
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: at this point each p.grad is the exact gradient of the step's loss, the same in all
-    # processes. This seed also makes random draws, such as gradient noise, the same in all of them
+    # For edits: to change gradients, do it below the next line. Each p.grad is now the exact
+    # gradient of the step's loss. The next line makes gradient noise the same in all processes
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
@@ -673,20 +670,20 @@ def step_optimizers(state, cfg, norm):
     state.scaler.update()
 
 def due(every, run):
-    """Return whether something that happens every `every` steps (0 = never) is due now.
+    """Return whether an action with the interval `every` (in steps, 0 = never) is due now.
 
     It is due at step 0, at each multiple of `every`, and after the last step.
     """
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
 
 def train(run):
-    """Save, evaluate and take a step, repeatedly, until max_steps or a signal. Then finish."""
+    """Repeat: save, evaluate, take a step. End after max_steps steps or a signal."""
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save first, so that no steps are lost if an evaluation fails. save() does nothing if a
-            # restart can already begin at this step
+            # Save first, so that no steps are lost if an evaluation fails. save() skips a step that
+            # was just loaded, and step 0 of a new model, which the seed reproduces
             run.folder.save(state)
         if due(cfg.eval_every, run):
             validate(run)
@@ -694,7 +691,7 @@ def train(run):
             report(run, step, "hella", hellaswag_score(run), print_always=True)
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
             run.folder.plot()
-        # Do not sample before training, unless the model is only to be evaluated
+        # Do not sample an untrained model, except in a run that only evaluates
         if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):
             print_sample(run)
         if step >= cfg.max_steps:
@@ -705,7 +702,7 @@ def train(run):
         losses, norms, signals = gather_from_ranks(loss, norm, run.signal_came.is_set())
         add_time(run, time.perf_counter() - start)
         check_step(run, step, losses, norms)
-        report_step(run, step, loss=statistics.fmean(losses), norm=norms[0])
+        report_step(run, step, loss=statistics.fmean(losses), norm=norms[0])  # norms are equal
         stopped = any(signals)
     finish(run, stopped)
 
@@ -714,12 +711,13 @@ def train(run):
 # ---- Checkpoints. A checkpoint is a dict with these entries:
 #
 #     state                  the attributes of State, from which a run is resumed
-#     eval_model             the weights to sample, to export and to start other runs from. They are
+#     eval_model             the weights used for samples, for the export and by init_from. They are
 #                            those of raw_model, unless an edit averages weights
 #     gpt_config, encoding   what is needed to use these weights
-#     constants, data, code  the run that wrote the checkpoint, checked before the run is resumed
+#     constants, data, code  identify the run that wrote the checkpoint. They are compared when the
+#                            run is resumed
 #
-# First come the functions that make this content from State and restore State from it
+# The functions of this section convert State to this content and back
 def checkpoint_of(state, cfg, fingerprint):
     """Return the content of a checkpoint. Its entries are described above."""
     return {
@@ -748,7 +746,7 @@ def restore_state(state, saved):
         value = getattr(state, name, None)
         if is_object(value):
             load_object(value, content)
-        elif isinstance(content, dict) and not isinstance(value, dict):
+        elif isinstance(content, dict) and not isinstance(value, dict):  # an object was saved
             raise ValueError(f"State lacks the object {name}, which the checkpoint contains")
         else:
             setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
@@ -777,8 +775,8 @@ def moved(content, device):
         return [moved(part, device) for part in content]
     return content.to(device) if torch.is_tensor(content) else content
 
-def record_numbers(optimizers):
-    """Store in each optimizer group the numbers that the code gave it, under "in_code".
+def record_hyperparameters(optimizers):
+    """Store each optimizer group's hyperparameters, as set by the code, under "in_code".
 
     Also store its learning rate as "initial_lr", which the schedule in step_optimizers() scales.
     """
@@ -793,26 +791,28 @@ def load_optimizer(optimizer, content):
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
         raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
-    groups = [numbers_to_continue(saved, group["in_code"])
+    groups = [resumed_group(saved, group["in_code"])
               for saved, group in zip(content["param_groups"], optimizer.param_groups)]
     optimizer.load_state_dict(content | {"param_groups": groups})
 
-def numbers_to_continue(saved, in_code):
-    """Return the numbers with which an optimizer group continues after a restart.
+def resumed_group(saved, in_code):
+    """Return the hyperparameters with which an optimizer group is resumed.
 
-    A number that training has changed, such as a step count, continues from its saved value. All
-    other numbers, such as betas and weight decay, have the value in the code, so that an edit takes
-    effect.
+    One that training has changed, such as a step count, keeps its saved value. All others, such as
+    betas and weight decay, get the value in the code, so that an edit takes effect.
 
-    saved: the group in the checkpoint. in_code: the numbers in the present code.
+    saved: the group in the checkpoint. in_code: the hyperparameters set by the current code.
     """
-    in_old_code = saved.get("in_code", in_code)  # older checkpoints lack it
-    continued = {name: number for name, number in saved.items()
-                 if name not in in_code or number != in_old_code.get(name, number)}
-    return saved | in_code | continued | {"in_code": in_code}
+    group = saved | in_code
+    in_old_code = saved.get("in_code", in_code)  # checkpoints of earlier versions lack it
+    for name, number in in_old_code.items():
+        if saved.get(name, number) != number:  # training has changed it
+            group[name] = saved[name]
+    group["in_code"] = in_code
+    return group
 
 # ---- Reading a run's folder. Files may be damaged, or may come from an older version of this
-# script. They may contain code, so arbitrary objects are not loaded
+# script. Loading arbitrary Python objects could run code, so only plain values are loaded
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder, the newest first."""
     paths = Path(folder).glob("checkpoint_*.pt")
@@ -837,14 +837,15 @@ def read_checkpoint(path, mmap=True):
 def in_todays_form(content):
     """Convert a checkpoint written by an earlier version of this script to the current format.
 
-    Until November 2026, State's attributes were entries of the checkpoint itself. eval_model was
-    called "model", and raw_model was called "trained". State's numbers were in "numbers", and the
-    classes of the optimizers in "optimizer_names". Tokens were not counted.
+    In earlier versions, State's attributes were entries of the checkpoint itself. In still earlier
+    ones, until November 2026, eval_model was also called "model" and raw_model "trained", State's
+    numbers were in "numbers", and the classes of the optimizers in "optimizer_names". Tokens were
+    not counted.
     """
     if "state" in content:
         return content
     content = dict(content)
-    if "model" in content:
+    if "model" in content:  # still earlier
         content["eval_model"] = content.pop("model")
         content["raw_model"] = content.pop("trained", content["eval_model"])
         content |= content.pop("numbers", {})
@@ -884,12 +885,13 @@ def best_checkpoint(folder):
     """
     found = find_checkpoints(folder)
     losses = {step: loss for step, loss in read_streams(folder)["val"] if step in found}
-    best_step = min(losses, key=losses.get, default=None)
-    loss_has_risen = bool(losses) and best_step != max(losses)
-    if loss_has_risen:
+    steps = list(losses)  # the steps that were validated and saved
+    step_with_lowest_loss = min(steps, key=losses.get, default=None)
+    if steps and step_with_lowest_loss != max(steps):  # the loss has risen again
+        path = found[step_with_lowest_loss]
         try:
-            verify_checkpoint(found[best_step])
-            return found[best_step]
+            verify_checkpoint(path)
+            return path
         except UserError as e:
             print0(f"{e} It had the lowest validation loss. The newest checkpoint is used instead.")
     return newest_checkpoint(folder)
@@ -902,12 +904,13 @@ def read_streams(folder):
     """Return {stream: [(step, value), ...]} from a run's log.txt."""
     path, streams = Path(folder, "log.txt"), defaultdict(list)
     text = path.read_text(errors="replace") if path.exists() else ""
+    # Leave out lines with nan or inf, which cannot be plotted
     for step, stream, value in re.findall(r"^(\d+) (.+) (-?[\d.]+)$", text, re.M):
         streams[stream].append((int(step), float(value)))
     return streams
 
-# ---- The checksum of the code. It shows whether edited code resumes a run or reads its weights
-@lru_cache  # first called when main() starts, because the file may be edited during the run
+# ---- The checksum of the code. It shows that the code was edited after a checkpoint was written
+@lru_cache
 def code_checksum():
     """Return a CRC-32 of the code that a run depends on, without comments.
 
@@ -950,7 +953,8 @@ def is_of_other_code(checksum):
     """Return whether a checkpoint's code checksum is known and differs from the current one."""
     return checksum not in (None, code_checksum())
 
-# ---- Hugging Face. A model is read or exported only if transformers computes the same logits
+# ---- Hugging Face. A model is read or exported only if transformers computes the same logits.
+
 # Hugging Face's GPT-2 stores these matrices as (in, out), and nn.Linear as (out, in)
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
@@ -1050,7 +1054,7 @@ def read_weights(name):
         path = best_checkpoint(name)
         return weights_in_checkpoint(read_checkpoint(path), str(path))
     model = load_hugging_face(name)
-    encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
+    encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)  # 256 bytes + <|endoftext|>
     return Weights(name, without_dropout(model.config), encoding, model.state_dict(), code=None)
 
 def weights_in_checkpoint(content, source):
@@ -1090,215 +1094,6 @@ def load_tensors(model, weights):
         raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
                         f"({first_line(e)}): use the code that the weights were made with."
                         ) from None
-
-# ---- Command line and settings: every constant gets its final value here, before anything uses it.
-# (If max_steps depends on the data or on a measurement, set_up() determines it)
-PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
-
-def main():
-    """Do what the command line asks. On a UserError, print its message and exit with status 1."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C has nothing to save
-    code_checksum()
-    try:
-        run_command(parse_flags(Config, __doc__, PRESETS))
-        if dist.is_initialized():  # run_command() has returned, so no DDP model needs the group now
-            dist.destroy_process_group()
-    except Exception as error:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            error = UserError("Out of memory. Choose a smaller --B; it trains the same model.")
-        if isinstance(error, UserError):
-            print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
-        if dist.is_initialized():
-            os._exit(1)  # a normal exit would wait for other processes, which may wait for this one
-        sys.exit(1)
-
-def run_command(flags):
-    """Train, or print samples."""
-    device = pick_device(flags.get("device", Config.device))
-    if "RANK" in os.environ:
-        join_processes(device)
-    cfg, start, first_lines = resolve_config(flags, device)
-    if cfg.sample:
-        sample_only(cfg, device, start.weights)
-        return
-    print0(first_lines)
-    run = set_up(cfg, device, start)
-    del start  # free what the model and the optimizers do not use
-    with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
-        train(run)
-
-def is_text(data):
-    """Return whether `data` is a text file. Otherwise it is a folder of shards."""
-    return Path(data).is_file()
-
-@dataclass(frozen=True)
-class Start:
-    """What a command starts from."""
-    weights: Weights | None = None  # from init_from; None if init_from is scratch
-    checkpoint: dict | None = None  # content of the checkpoint from which a run is resumed, or None
-
-def resolve_config(flags, device=torch.device("cpu")):
-    """Return (cfg, what to start from, the first lines to print).
-
-    Each constant gets its value from the last of these sources that sets it:
-
-    1. the default in Config
-    2. the preset: SMALL for a text file, FINETUNE for a text file and given weights
-    3. the weights given by init_from, which determine the model's shape and the encoding
-    4. the flags. A flag that contradicts the weights raises UserError
-
-    Then B is lowered if needed to divide the batch. If max_steps depends on `epochs` or `minutes`,
-    resolve_max_steps() computes it once the data have been opened.
-    """
-    preset_name, preset, note = choose_preset(flags)
-    # The weights can only be found with the other three sources, which say where they are
-    start = find_start(make_config(Config, preset | flags), device)
-    if preset_name == "FINETUNE":
-        preset = finetune_preset(start.weights) | preset
-    from_weights = constants_of_weights(start.weights) if start.weights else {}
-    check_flags_against_weights(flags, from_weights, start.weights)
-    cfg = make_config(Config, preset | from_weights | flags)
-    lines = f"{note}settings  {describe_preset(preset_name, cfg, preset | from_weights)}"
-    if start.weights:
-        without_weights = asdict(Config()) | preset
-        lines += f"\nweights   {describe_weights(start, from_weights, without_weights)}"
-    if not cfg.sample:
-        check_config(cfg)
-        cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, start, lines
-
-def choose_preset(flags):
-    """Return the name of the preset, its constants including `data`, and a note to print."""
-    data, note = flags.get("data", Config.data), ""
-    data_was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
-    if not data_was_chosen and not find_shards(data)[0]:
-        data = str(Path(__file__).resolve().with_name("input.txt"))
-        note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
-                "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
-    name = "Config"
-    if is_text(data):
-        scratch = flags.get("init_from", Config.init_from) == "scratch"
-        name = "SMALL" if scratch else "FINETUNE"
-    preset = {"data": data} | PRESETS[name]
-    if "max_steps" in flags:  # an explicit max_steps overrides the preset's epochs and minutes
-        preset = preset | {"epochs": 0.0, "minutes": 0.0}
-    return name, preset, note
-
-def find_start(cfg, device):
-    """Return what to start from: the run in log_dir if there is one, or else init_from.
-
-    Raise UserError if the checkpoints or the weights cannot be read.
-    """
-    if cfg.init_from == "resume":
-        raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
-                        "the same --log_dir. Leave out --init_from=resume.")
-    if cfg.sample:
-        return Start(weights_to_sample(cfg))
-    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    weights = None
-    if cfg.init_from != "scratch" and checkpoint:
-        # The weights in init_from may be gone. The checkpoint has weights of the same shape
-        weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
-    elif cfg.init_from != "scratch":
-        weights = read_weights(cfg.init_from)
-    return Start(weights, checkpoint)
-
-def weights_to_sample(cfg):
-    """Return the weights for --sample: those in init_from if it is set, or else log_dir's best.
-
-    Raise UserError if there are none.
-    """
-    if cfg.init_from != "scratch":
-        return read_weights(cfg.init_from)
-    if not find_checkpoints(cfg.log_dir):
-        raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, or "
-                        "set --init_from.")
-    return read_weights(cfg.log_dir)
-
-def read_newest_checkpoint(log_dir, device):
-    """Return the content of the newest undamaged checkpoint, or None. Rank 0 chooses it."""
-    path = newest_checkpoint(log_dir) if rank() == 0 else None
-    if world_size() > 1:  # processes may see different files on a shared disk
-        box = [path]
-        dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
-        path = box[0]
-    if path is None:
-        return None
-    # Do not memory-map the file on a CPU: AdamW would keep the mapped tensors, and Windows cannot
-    # delete a mapped file
-    return read_checkpoint(path, mmap=device.type != "cpu")
-
-def finetune_preset(weights):
-    """Return the constants of FINETUNE that depend on the weights.
-
-    Adam's best learning rate falls as the width grows (Yang et al. 2022); max_lr is 1.3e-4 for
-    gpt2. T is the largest power of two that fits the weights' context, up to 1024.
-    """
-    block_size = weights.config["block_size"]
-    return {"max_lr": 0.1 / weights.config["n_embd"],
-            "T": min(1024, 2 ** int(math.log2(block_size)))}
-
-def constants_of_weights(weights):
-    """Return the constants of Config that weights determine."""
-    decided = {name: value for name, value in weights.config.items() if name in asdict(Config())}
-    return decided | ({"encoding": weights.encoding} if weights.encoding else {})
-
-def check_flags_against_weights(flags, from_weights, weights):
-    """Raise UserError for a flag that contradicts the weights."""
-    for name in flags.keys() & from_weights.keys():
-        if str(flags[name]) != str(from_weights[name]):
-            raise UserError(f"{name} is {from_weights[name]} in the weights {weights.source}: "
-                            f"leave out --{name}.")
-
-def describe_preset(preset_name, cfg, constants):
-    """Return a description of the preset: its name, the reason for it, and the values it sets."""
-    if preset_name == "Config":
-        return "Config, since data is a folder of shards"
-    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in constants)
-    reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
-    return f"{preset_name} instead of Config, since data is {reason}:\n{values}"
-
-def describe_weights(start, from_weights, without_weights):
-    """Return a description of the weights: their source and the constants that they change."""
-    weights = start.weights
-    changed = [f"{name}={value!r} (not {without_weights[name]!r})"
-               for name, value in from_weights.items() if without_weights[name] != value]
-    other_code = ""
-    if is_of_other_code(weights.code) and not start.checkpoint:  # else warnings_about() reports it
-        other_code = ". It was written by different code"
-    return f"{weights.source} sets {', '.join(changed) or 'no constant'}{other_code}"
-
-def check_config(cfg):
-    """Raise UserError for values of constants that cannot work."""
-    for name in ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens"):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"{name}={getattr(cfg, name)}: it must be 1 or more.")
-    if cfg.dropout >= 1:
-        raise UserError(f"dropout={cfg.dropout}: it must be below 1.")
-    if cfg.seed >= 2**32:
-        raise UserError(f"seed={cfg.seed}: it must be below 2**32.")
-    if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
-        raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
-    if cfg.n_embd % cfg.n_head:
-        raise UserError(f"n_embd={cfg.n_embd} is not a multiple of n_head={cfg.n_head}: change one "
-                        "of them.")
-    if not is_text(cfg.data) and not all(find_shards(cfg.data)):
-        raise UserError(f"data={cfg.data} is neither a text file nor a folder with *_train_*.npy "
-                        "and *_val_*.npy: run fineweb.py, or set a different --data.")
-    together = cfg.T * world_size()
-    if cfg.total_batch_size % together:
-        fitting = max(1, round(cfg.total_batch_size / together)) * together
-        raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
-                        f"processes = {cfg.T} * {world_size()}: use for example "
-                        f"--total_batch_size={fitting}.")
-
-def fitting_B(cfg):
-    """Return the largest B, at most cfg.B, that evenly divides one process's rows of a step."""
-    rows = max(1, rows_before(cfg, 1) // world_size())
-    return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
 # ---- Processes, random seeds and the machine. torchrun starts one process per GPU and numbers
 # them. "auto" chooses what is fast on this machine. If a GPU cannot be used, a message says why
@@ -1360,7 +1155,8 @@ def catch_signals(event):
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, receive)
 
-# The end of two messages. torch 2.14 is the last version with wheels for CUDA 12.6
+# The shared ending of two error messages below. torch 2.14 is the last version with wheels for CUDA
+# 12.6
 OTHER_TORCH = ("a torch build that supports old GPUs and drivers: pip install 'torch<2.15' "
                "--index-url https://download.pytorch.org/whl/cu126")
 
@@ -1440,6 +1236,10 @@ def set_attention(cfg, device, dtype):
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
 # ---- Opening data. Training on damaged shards, or with the wrong encoding, would ruin the model
+def is_text(data):
+    """Return whether `data` is a text file. Otherwise it is a folder of shards."""
+    return Path(data).is_file()
+
 def find_shards(folder):
     """Return the training shards and the validation shards, as two sorted lists of paths."""
     return sorted(Path(folder).glob("*_train_*.npy")), sorted(Path(folder).glob("*_val_*.npy"))
@@ -1522,8 +1322,21 @@ def tokens_per_byte(loader, encoding, val_tokens):
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
 
-# ---- Checks of edits. The unedited file passes all of them. They report mistakes that are easily
-# made in an edit and that would otherwise go unnoticed
+# ---- For edits. The first function keeps the loss exact in an edited file. The others report
+# mistakes that are easily made in an edit and that would otherwise go unnoticed
+def mask_corrections(batches):
+    """Return a factor per micro-batch that keeps the mean exact if targets are masked.
+
+    The loss of a step is the mean over all its targets. The mean of the micro-batches' losses is
+    the same number only if all micro-batches have equally many targets that are not -100.
+    Otherwise, multiply each loss by (number of its targets) / (mean number per micro-batch, over
+    all processes). In the unedited file, no target is masked, and each
+    factor is 1.
+    """
+    n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
+    mean = sum_over_ranks(n_targets.sum()) / (len(batches) * world_size())
+    return n_targets / mean
+
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
 
@@ -1587,7 +1400,8 @@ def loss_warning(run):
                 f"{excess:+.6f}. Put a term that only training should minimize under "
                 "`if self.training`.")
 
-# ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another
+# ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
+
 # Constants that may differ when a run is resumed. (epochs is one of them because max_steps, which
 # is computed from it, is compared)
 FREE_TO_CHANGE = {
@@ -1645,9 +1459,8 @@ class RunFolder:
         self.executor = ThreadPoolExecutor(max_workers=1)
         self.last_save = None     # Future of the latest save, kept after it has finished
         self.last_plot = None     # Future of the latest plot
-        # The latest step that a restart can reproduce: from a checkpoint or, for step 0 of a new
-        # model, from the seed. It need not be saved
-        self.reproducible_step = -1
+        self.first_step = None    # the step at which this start began, if a restart can begin there
+        self.saved_step = None    # the step of the newest checkpoint that this start has written
         self.failure = ""         # reason for the most recent failed save
         self.host_buffers = {}    # host memory of the latest save, reused by the next one
 
@@ -1674,8 +1487,8 @@ class RunFolder:
             "torch": torch.__version__, "python": sys.version, "warnings": list(warnings)})
         self.write_run()
         self.log = open_log(self.path / "log.txt", step)
-        if continues or self.cfg.init_from == "scratch":
-            self.reproducible_step = step
+        if continues or self.cfg.init_from == "scratch":  # other weights may be gone at a restart
+            self.first_step = step
 
     def close(self):
         """Wait for a save in progress, and close log.txt."""
@@ -1690,15 +1503,19 @@ class RunFolder:
         if rank() == 0:
             write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
+    def can_resume_at(self, step):
+        """Return whether a run can be resumed at a step: from a checkpoint, or 0 from the seed."""
+        return step in (self.first_step, self.saved_step)
+
     def save(self, state):
-        """Start saving `state`, unless a restart can already begin at its step.
+        """Start saving `state`, unless the run can already be resumed at its step.
 
         Training waits only for the previous save and for the copy to host memory.
         """
         if rank() != 0:
             return
         self.wait_for_save()  # a save in progress still reads the buffers
-        if self.reproducible_step == state.step:
+        if self.can_resume_at(state.step):
             return
         with contextlib.suppress(OSError):
             os.fsync(self.log.fileno())  # a step's log must be on disk before its checkpoint
@@ -1724,12 +1541,15 @@ class RunFolder:
             self.failure = first_line(e)
             print0(f"!!! NOT SAVED at step {step}: {self.failure}. Earlier checkpoints are kept.")
             return
-        self.reproducible_step, seconds = step, time.perf_counter() - start
+        self.saved_step, seconds = step, time.perf_counter() - start
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
         self.prune(step)
 
     def prune(self, step):
-        """Delete earlier checkpoints except the newest, the best and one every keep_every steps."""
+        """Delete checkpoints that are older than `step` and need not be kept.
+
+        Of these older ones, keep the newest, the best, and one every keep_every steps.
+        """
         found = find_checkpoints(self.path)
         older = [old for old in found if old < step]  # the newest first
         losses = {old: loss for old, loss in read_streams(self.path)["val"] if old in found}
@@ -1779,14 +1599,225 @@ def open_log(path, step):
     file = open(path, "ab", buffering=0)  # each line is visible at once
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)  # no match: a note of the user
+        # A line that the user added does not match
+        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
         kept += len(line)
     file.truncate(kept)
     return file
 
-# ---- Setting up. Data, checkpoint and model are checked before the log or a checkpoint is changed
+# ---- Starting a run, in the order of the calls: main, run_command, resolve_config, set_up. Before
+# a file of the run is changed, all settings are final, and data, checkpoint and model are checked.
+
+PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
+
+def main():
+    """Do what the command line asks. On a UserError, print its message and exit with status 1."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C has nothing to save
+    code_checksum()  # compute it now, because the file may be edited during the run
+    try:
+        run_command(parse_flags(Config, __doc__, PRESETS))
+        if dist.is_initialized():  # run_command() has returned, so no DDP model needs the group now
+            dist.destroy_process_group()
+    except Exception as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            error = UserError("Out of memory. Choose a smaller --B; it trains the same model.")
+        if isinstance(error, UserError):
+            print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        if dist.is_initialized():
+            os._exit(1)  # a normal exit would wait for other processes, which may wait for this one
+        sys.exit(1)
+
+def run_command(flags):
+    """Train, or print samples."""
+    # The device comes first, because processes need it to find each other
+    device = pick_device(flags.get("device", Config.device))
+    if "RANK" in os.environ:
+        join_processes(device)
+    cfg, start, first_lines = resolve_config(flags, device)
+    if cfg.sample:
+        sample_only(cfg, device, start.weights)
+        return
+    print0(first_lines)
+    run = set_up(cfg, device, start)
+    del start  # free what the model and the optimizers do not use
+    with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
+        train(run)
+
+@dataclass(frozen=True)
+class Start:
+    """What a command starts from."""
+    weights: Weights | None = None  # what the model is built with; None: draw new weights
+    checkpoint: dict | None = None  # content of the checkpoint from which a run is resumed, or None
+
+def resolve_config(flags, device=torch.device("cpu")):
+    """Return (cfg, what to start from, the first lines to print).
+
+    First the preset is chosen, and with it the weights or the checkpoint are found. Then each
+    constant gets its value from the last of these sources that sets it:
+
+    1. the default in Config
+    2. when fine-tuning, the weights: they suggest max_lr and T
+    3. the preset: SMALL for a text file, FINETUNE for a text file and given weights
+    4. the given weights: they determine the model's shape and the encoding
+    5. the flags. A flag that contradicts the weights raises UserError
+
+    At last B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
+    `minutes`, resolve_max_steps() computes it once the data have been opened.
+    """
+    preset_name, preset, note = choose_preset(flags)
+    start = find_start(make_config(Config, preset | flags), device)
+    suggested = suggested_by_weights(start.weights) if preset_name == "FINETUNE" else {}
+    determined = determined_by_weights(start.weights) if start.weights else {}
+    check_flags_against_weights(flags, determined, start.weights)
+    without_weights = suggested | preset
+    cfg = make_config(Config, without_weights | determined | flags)
+    lines = f"{note}settings  {describe_preset(preset_name, cfg, without_weights | determined)}"
+    if start.weights:
+        lines += f"\nweights   {describe_weights(start, determined, without_weights)}"
+    if not cfg.sample:
+        check_config(cfg)
+        cfg = replace(cfg, B=fitting_B(cfg))
+    return cfg, start, lines
+
+def choose_preset(flags):
+    """Return the name of the preset, its constants including `data`, and a note to print."""
+    data, note = flags.get("data", Config.data), ""
+    data_was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
+    if not data_was_chosen and not find_shards(data)[0]:
+        data = str(Path(__file__).resolve().with_name("input.txt"))
+        note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
+                "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
+    name = "Config"
+    if is_text(data):
+        scratch = flags.get("init_from", Config.init_from) == "scratch"
+        name = "SMALL" if scratch else "FINETUNE"
+    preset = {"data": data} | PRESETS[name]
+    if "max_steps" in flags:  # an explicit max_steps overrides the preset's epochs and minutes
+        preset = preset | {"epochs": 0.0, "minutes": 0.0}
+    return name, preset, note
+
+def find_start(cfg, device):
+    """Return what to start from: the run in log_dir if there is one, or else init_from.
+
+    Raise UserError if the checkpoints or the weights cannot be read.
+    """
+    if cfg.init_from == "resume":
+        raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
+                        "the same --log_dir. Leave out --init_from=resume.")
+    if cfg.sample:
+        return Start(weights_to_sample(cfg))
+    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
+    weights = None
+    if cfg.init_from != "scratch" and checkpoint:
+        # The weights in init_from may be gone. The checkpoint has weights of the same shape
+        weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
+    elif cfg.init_from != "scratch":
+        weights = read_weights(cfg.init_from)
+    return Start(weights, checkpoint)
+
+def weights_to_sample(cfg):
+    """Return the weights for --sample: those in init_from if it is set, or else log_dir's best.
+
+    Raise UserError if there are none.
+    """
+    if cfg.init_from != "scratch":
+        return read_weights(cfg.init_from)
+    if not find_checkpoints(cfg.log_dir):
+        raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, or "
+                        "set --init_from.")
+    return read_weights(cfg.log_dir)
+
+def read_newest_checkpoint(log_dir, device):
+    """Return the content of the newest undamaged checkpoint, or None. Rank 0 chooses it."""
+    path = newest_checkpoint(log_dir) if rank() == 0 else None
+    if world_size() > 1:  # processes may see different files on a shared disk
+        box = [path]
+        dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
+        path = box[0]
+    if path is None:
+        return None
+    # Do not memory-map the file on a CPU: AdamW would keep the mapped tensors, and Windows cannot
+    # delete a mapped file
+    return read_checkpoint(path, mmap=device.type != "cpu")
+
+def suggested_by_weights(weights):
+    """Return constants for fine-tuning that suit the weights.
+
+    Adam's best learning rate falls as the width grows (Yang et al. 2022); max_lr is 1.3e-4 for
+    gpt2. T is the largest power of two that fits the weights' context, up to 1024.
+    """
+    block_size = weights.config["block_size"]
+    return {"max_lr": 0.1 / weights.config["n_embd"],
+            "T": min(1024, 2 ** int(math.log2(block_size)))}
+
+def determined_by_weights(weights):
+    """Return the constants of Config that the weights determine."""
+    shared = {name: value for name, value in weights.config.items() if name in asdict(Config())}
+    return shared | ({"encoding": weights.encoding} if weights.encoding else {})
+
+def check_flags_against_weights(flags, determined, weights):
+    """Raise UserError for a flag that contradicts the weights."""
+    for name in flags.keys() & determined.keys():
+        if str(flags[name]) != str(determined[name]):
+            raise UserError(f"{name} is {determined[name]} in the weights {weights.source}: "
+                            f"leave out --{name}.")
+
+def describe_preset(preset_name, cfg, names):
+    """Return a description of the preset: its name, the reason for it, and the named constants."""
+    if preset_name == "Config":
+        return "Config, since data is a folder of shards"
+    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in names)
+    reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
+    return f"{preset_name} instead of Config, since data is {reason}:\n{values}"
+
+def describe_weights(start, determined, without_weights):
+    """Return a description of the weights: their source and the constants that they change.
+
+    without_weights: the constants of other sources that the weights override.
+    """
+    weights = start.weights
+    before = asdict(Config()) | without_weights
+    changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in determined.items()
+               if before[name] != value]
+    other_code = ""
+    if is_of_other_code(weights.code) and not start.checkpoint:  # else warnings_about() reports it
+        other_code = ". It was written by different code"
+    return f"{weights.source} sets {', '.join(changed) or 'no constant'}{other_code}"
+
+def check_config(cfg):
+    """Raise UserError for values of constants that cannot work."""
+    for name in ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens"):
+        if getattr(cfg, name) < 1:
+            raise UserError(f"{name}={getattr(cfg, name)}: it must be 1 or more.")
+    if cfg.dropout >= 1:
+        raise UserError(f"dropout={cfg.dropout}: it must be below 1.")
+    if cfg.seed >= 2**32:
+        raise UserError(f"seed={cfg.seed}: it must be below 2**32.")
+    if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
+        raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
+    if cfg.n_embd % cfg.n_head:
+        raise UserError(f"n_embd={cfg.n_embd} is not a multiple of n_head={cfg.n_head}: change one "
+                        "of them.")
+    if not is_text(cfg.data) and not all(find_shards(cfg.data)):
+        raise UserError(f"data={cfg.data} is neither a text file nor a folder with *_train_*.npy "
+                        "and *_val_*.npy: run fineweb.py, or set a different --data.")
+    together = cfg.T * world_size()
+    if cfg.total_batch_size % together:
+        fitting = max(1, round(cfg.total_batch_size / together)) * together
+        raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
+                        f"processes = {cfg.T} * {world_size()}: use for example "
+                        f"--total_batch_size={fitting}.")
+
+def fitting_B(cfg):
+    """Return the largest B, at most cfg.B, that evenly divides one process's rows of a step."""
+    rows = max(1, rows_before(cfg, 1) // world_size())
+    return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
+
 def set_up(cfg, device, start=Start()):
     """Return the Run for train(). start: the Start that resolve_config() returned.
 
@@ -1794,27 +1825,29 @@ def set_up(cfg, device, start=Start()):
     """
     saved = start.checkpoint
     encoding = get_encoding(cfg.encoding)
-    loaders = train_loader, _ = open_data(cfg, encoding)
+    train_loader, val_loader = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(train_loader), lock_run_folder(cfg.log_dir)
     check_weights_fit(start.weights, cfg, encoding)
-    build = partial(build_run, device=device, start=start, encoding=encoding, loaders=loaders)
-    cfg = replace(cfg, max_steps=resolve_max_steps(cfg, train_loader, saved, build))
+    new_run = partial(build_run, device=device, start=start, encoding=encoding,
+                      train_loader=train_loader, val_loader=val_loader)
+    cfg = replace(cfg, max_steps=resolve_max_steps(cfg, train_loader, saved, new_run))
     if saved:
         check_same_training(saved, cfg, fingerprint)
-    run = build(cfg, folder=RunFolder(cfg, fingerprint, lock))
+    run = new_run(cfg, folder=RunFolder(cfg, fingerprint, lock))
     catch_signals(run.signal_came)
     warnings = warnings_about(run, saved)
     run.folder.begin(run.state.step, bool(saved), warnings)
     print0("\n".join([description(run, saved), *(f"!!! {warning}" for warning in warnings)]))
     return run
 
-def resolve_max_steps(cfg, train_loader, saved, build):
+def resolve_max_steps(cfg, train_loader, saved, new_run):
     """Return max_steps, computed from `minutes` or `epochs` if one of them is set.
 
-    A resumed run keeps the max_steps that its minutes once gave. build: build_run(cfg).
+    A resumed run keeps the max_steps that its minutes once gave.
+    new_run: a function that builds a Run, for the trial steps of steps_that_fit().
     """
     if cfg.minutes:
-        return saved["constants"]["max_steps"] if saved else steps_that_fit(cfg, build)
+        return saved["constants"]["max_steps"] if saved else steps_that_fit(cfg, new_run)
     if not cfg.epochs:
         return cfg.max_steps
     max_steps = 1
@@ -1822,13 +1855,13 @@ def resolve_max_steps(cfg, train_loader, saved, build):
         max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
     return max_steps
 
-def steps_that_fit(cfg, build):
+def steps_that_fit(cfg, new_run):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
     The trial steps train a Run of their own, which is thrown away.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
-    run, seconds = build(replace(cfg, hellaswag_every=0), folder=None), []
+    run, seconds = new_run(replace(cfg, hellaswag_every=0), folder=None), []
     for _ in range(20):
         start = time.perf_counter()
         loss, _ = train_step(run)
@@ -1856,7 +1889,7 @@ def check_weights_fit(weights, cfg, encoding):
                         f"encoding={cfg.encoding} has {encoding.n_vocab} and T={cfg.T}: change "
                         "--encoding or --T.")
 
-def build_run(cfg, folder, device, start, encoding, loaders):
+def build_run(cfg, folder, device, start, encoding, train_loader, val_loader):
     """Return a Run with the model, the optimizers and everything else that train() uses."""
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
@@ -1864,7 +1897,6 @@ def build_run(cfg, folder, device, start, encoding, loaders):
     state = build_state(raw_model, cfg, dtype, start.checkpoint)
     if compiled:
         raw_model.compile()
-    train_loader, val_loader = loaders
     return Run(
         cfg=cfg, state=state, device=device, encoding=encoding,
         ddp_model=wrap_in_ddp(raw_model), train_loader=train_loader, val_loader=val_loader,
@@ -1888,8 +1920,8 @@ def build_state(raw_model, cfg, dtype, saved):
     if saved:
         try:
             state.load_state_dict(saved["state"])
-            # For edits: if averaged weights were added after the checkpoint had been written, start
-            # the average from the checkpoint's weights
+            # For edits: averaged weights start from the checkpoint's weights, even if the average
+            # was added to State after the checkpoint had been written
             if state.eval_model is not raw_model:
                 state.eval_model.load_state_dict(saved["eval_model"])
         except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
@@ -1898,7 +1930,7 @@ def build_state(raw_model, cfg, dtype, saved):
     return state
 
 def wrap_in_ddp(raw_model):
-    """Return the model wrapped in DDP if there are several processes, or otherwise unchanged."""
+    """Wrap the model in DDP if there are several processes; otherwise return it unchanged."""
     if world_size() == 1:
         return raw_model
     # With the default of 25 MB per bucket, a compiled model would be split into 14 graphs.
@@ -1936,7 +1968,7 @@ def report(run, step, stream, value, note="", print_always=False):
     Lines are due every print_every steps. note: text to print after the value. print_always: print
     at any step.
     """
-    # For edits: an edited train_step() may call report(), also in the trial steps of
+    # For edits: an edited train_step() may call report(), even during the trial steps of
     # steps_that_fit(), which have no folder
     if run.folder is None:
         return
@@ -1951,7 +1983,7 @@ def write_log(run, step, stream, value):
             run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
 
 def gather_from_ranks(loss, norm, signal_came):
-    """Gather from all processes and return three lists: losses, norms and whether a signal came."""
+    """Return three lists with one entry per process: loss, norm, whether it received a signal."""
     # Create the tensor on the GPU, because copying it there would make the CPU wait
     signal_came = torch.full_like(loss, signal_came)
     mine = torch.stack((loss, norm, signal_came))
@@ -1970,7 +2002,7 @@ def add_time(run, seconds):
         run.state.minutes += seconds / 60
 
 def check_step(run, step, losses, norms):
-    """Raise UserError if processes disagree or the model has diverged. run.json gets the reason.
+    """Raise UserError if processes disagree or the model has diverged. Record it in run.json.
 
     losses, norms: those of a step, one value per process.
     """
@@ -2067,7 +2099,7 @@ def plot_curves(folder):
     for i, (title, names) in enumerate(panels.items()):
         axis = figure.add_subplot(len(panels), 1, i + 1)
         for name in names:
-            n = 1 + len(streams[name]) // 200  # to smooth, each point is the mean of n values
+            n = 1 + len(streams[name]) // 200  # for smoothing, each point is the mean of n values
             points = [(rows_before(cfg, step) * cfg.T / 1e6, value)
                       for step, value in streams[name][:len(streams[name]) // n * n]]
             tokens, values = np.reshape(points, (-1, n, 2)).mean(axis=1).T
@@ -2100,7 +2132,7 @@ def print_sample(run):
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
 def sample_only(cfg, device, weights):
-    """Print cfg.sample samples from the given weights."""
+    """Print cfg.sample samples from the given weights, computed in the dtype of the weights."""
     model = GPT.from_pretrained(weights, **model_constants(cfg)).to(device)
     encoding = get_encoding(cfg.encoding)
     if is_of_other_code(weights.code):
@@ -2120,7 +2152,7 @@ def prepared_hellaswag(cfg, model, encoding):
     return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
 
 def hellaswag_score(run):
-    """Return HellaSwag's acc_norm of eval_model."""
+    """Return eval_model's acc_norm on HellaSwag."""
     import hellaswag
     with run.autocast():
         return hellaswag.evaluate(run.state.eval_model, run.hellaswag).acc_norm
@@ -2129,8 +2161,8 @@ def hellaswag_score(run):
 def finish(run, stopped):
     """Save the last step. Unless a signal stopped the run, export it and record its result."""
     cfg, step = run.cfg, run.state.step
-    ended_early = step < cfg.max_steps and not stopped  # For edits: by a `break` in train()
-    if ended_early and run.validated_step != step:
+    # For edits: a `break` that is added to train() leaves the last step without a validation
+    if step < cfg.max_steps and not stopped and run.validated_step != step:
         validate(run)
     save_last_step(run)
     if stopped:
@@ -2143,11 +2175,11 @@ def finish(run, stopped):
         print_result(result)
 
 def save_last_step(run):
-    """Save the current step and wait for it. Raise UserError if it cannot be saved."""
+    """Save the current step and wait until this has finished. Raise UserError if it fails."""
     folder, step = run.folder, run.state.step
     folder.save(run.state)
     folder.wait_for_save()
-    if rank() == 0 and folder.reproducible_step != step:
+    if rank() == 0 and not folder.can_resume_at(step):
         raise UserError(f"Step {step} is not saved ({folder.failure}): free some space, and repeat "
                         "the command.")
 
@@ -2175,8 +2207,8 @@ def result_of(run):
     result |= {"steps": state.step, "tokens": state.tokens,
                "parameters": sum(p.numel() for p in state.raw_model.parameters())}
     if run.step_seconds:
-        last = (rows_before(cfg, state.step) - rows_before(cfg, state.step - 1)) * cfg.T
-        result["tokens_per_second"] = round(last / statistics.median(run.step_seconds))
+        tokens = (rows_before(cfg, state.step) - rows_before(cfg, state.step - 1)) * cfg.T
+        result["tokens_per_second"] = round(tokens / statistics.median(run.step_seconds))
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     warnings = dict.fromkeys(warning for start in run.folder.starts
