@@ -45,14 +45,14 @@ class Prepared(NamedTuple):
     batches: list          # (row numbers (R,), tokens (R, T), is_ending (R, T)) of R rows each
     labels: torch.Tensor   # (Q,) the index of the right ending
     lengths: torch.Tensor  # (Q, 4) the number of tokens in each ending
-    cut: int               # the number of questions whose context was too long for the model
+    cut: int               # the number of questions whose context was cut on the left to fit
 
 class Score(NamedTuple):
     """The result of evaluate()."""
     acc: float       # share of questions whose right ending has the lowest sum of losses
     acc_norm: float  # share of questions whose right ending has the lowest mean loss per token
     total: int       # number of questions
-    cut: int         # number of questions whose context was cut on the left to fit the model
+    cut: int         # number of questions whose context was cut on the left to fit
 
 # ----------------------------------------------------------------------------------- questions
 # Download the questions once, and check them whenever they are read.
@@ -123,10 +123,10 @@ def tokenize(example, encode=gpt2_encode):
     encode: a function from a text to its token ids.
     """
     # An ending continues the context, so it must not be encoded as the start of a text, where some
-    # tokenizers add a token or a space. Encode it after the word "a", and remove the tokens of "a".
-    # For GPT-2 the result is encode(" " + ending)
-    n_word = len(encode("a"))
-    endings = [encode("a " + ending)[n_word:] for ending in example["endings"]]
+    # tokenizers add a token or a space. Encode "a he sings" for the ending "he sings", and remove
+    # the tokens of "a". With GPT-2's encoding, the tokens of " he sings" are left.
+    n_tokens_of_a = len(encode("a"))
+    endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings
 
 def render_example(example):
@@ -151,30 +151,37 @@ def collate(rows):
     mask = [torch.tensor([0] * len(context) + [1] * len(ending)) for context, ending in rows]
     return pad_sequence(tokens, batch_first=True), pad_sequence(mask, batch_first=True)
 
+def cut_to_fit(context, endings, block_size):
+    """Cut a question so that each row fits a model. Return its (context, endings) as token ids.
+
+    A row is the context followed by an ending. It has at most block_size + 1 tokens, because its
+    last token is only a target, not an input. The context, which all four rows share, is cut on the
+    left. An ending is cut on the right if otherwise no token of the context would be left.
+    """
+    endings = [ending[:block_size] for ending in endings]
+    longest_ending = max(len(ending) for ending in endings)
+    room_for_context = block_size + 1 - longest_ending  # at least 1
+    return context[-room_for_context:], endings
+
 def prepare(examples, model, encode=gpt2_encode):
     """Tokenize questions for a model. Return them as Prepared.
 
     examples: dicts like those from iterate_examples(). encode: a function from a text to the
-    model's token ids. The longest context is block_size or max_position_embeddings in the model's
-    config, or 1024 if the config has neither. The four rows of a question share one context, which
-    is cut on the left if any row would be too long.
+    model's token ids. The model's context length is block_size or max_position_embeddings in its
+    config, or 1024 if the config has neither. Questions that are too long are cut to fit it.
     """
     config = getattr(model, "config", None)
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
-    longest_row = block_size + 1  # the last token of a row is only a target, not an input
-    rows, labels, lengths, cut = [], [], [], 0
+    rows, labels, lengths, n_cut = [], [], [], 0
     for example in examples:
-        context, endings = tokenize(example, encode)
-        # Cut an ending so that at least one token of the context fits in front of it
-        endings = [ending[:block_size] for ending in endings]
-        longest_ending = max(len(ending) for ending in endings)
-        longest_context = longest_row - longest_ending
-        cut += len(context) > longest_context
-        rows += [(context[-longest_context:], ending) for ending in endings]
+        whole_context, whole_endings = tokenize(example, encode)
+        context, endings = cut_to_fit(whole_context, whole_endings, block_size)
+        n_cut += len(context) < len(whole_context)
+        rows += [(context, ending) for ending in endings]
         labels.append(example["label"])
         lengths.append([len(ending) for ending in endings])
     batches = make_batches(rows, CPU_BATCH if device_of(model).type == "cpu" else GPU_BATCH)
-    return Prepared(batches, torch.tensor(labels), torch.tensor(lengths), cut)
+    return Prepared(batches, torch.tensor(labels), torch.tensor(lengths), n_cut)
 
 def make_batches(rows, batch_tokens):
     """Return Prepared.batches, the longest rows first.
@@ -190,9 +197,9 @@ def make_batches(rows, batch_tokens):
     batches, start = [], 0
     while start < len(rows):
         n_rows = max(1, batch_tokens // sizes[longest_first[start]])
-        numbers = longest_first[start:start + n_rows]
-        tokens, is_ending = collate([rows[number] for number in numbers])
-        batches.append((numbers, tokens, is_ending))
+        row_numbers = longest_first[start:start + n_rows]
+        tokens, is_ending = collate([rows[number] for number in row_numbers])
+        batches.append((row_numbers, tokens, is_ending))
         start += n_rows
     return batches
 
@@ -260,12 +267,12 @@ def evaluate(model, examples, progress=False):
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """
-    questions = examples if isinstance(examples, Prepared) else prepare(examples, model)
+    prepared = examples if isinstance(examples, Prepared) else prepare(examples, model)
     rank, n_ranks = rank_and_world_size()
-    sums = torch.zeros(questions.lengths.numel(), dtype=torch.float64)
-    batches = tqdm(questions.batches[rank::n_ranks], unit="batch", disable=not progress)
-    for numbers, tokens, is_ending in batches:
-        sums[numbers] = ending_losses(model, tokens, is_ending)
+    sums = torch.zeros(prepared.lengths.numel(), dtype=torch.float64)
+    batches = tqdm(prepared.batches[rank::n_ranks], unit="batch", disable=not progress)
+    for row_numbers, tokens, is_ending in batches:
+        sums[row_numbers] = ending_losses(model, tokens, is_ending)
     if n_ranks > 1:  # each rank has the sums of its own rows, and 0 elsewhere
         sums = sums.to(device_of(model))  # NCCL does not accept CPU tensors
         dist.all_reduce(sums)
@@ -273,9 +280,9 @@ def evaluate(model, examples, progress=False):
     if not sums.isfinite().all():
         raise UserError("HellaSwag: some losses are not finite. Check the weights; if the dtype is "
                         "float16, use bfloat16 or float32.")
-    right = (sums.argmin(1) == questions.labels).double()
-    right_norm = ((sums / questions.lengths).argmin(1) == questions.labels).double()
-    return Score(right.mean().item(), right_norm.mean().item(), len(sums), questions.cut)
+    right = (sums.argmin(1) == prepared.labels).double()
+    right_norm = ((sums / prepared.lengths).argmin(1) == prepared.labels).double()
+    return Score(right.mean().item(), right_norm.mean().item(), len(sums), prepared.cut)
 
 # ------------------------------------------------------------------------------ command line
 # Score a model from the Hugging Face hub, or from a folder that training has exported.
