@@ -45,8 +45,8 @@ from tqdm import tqdm
 class Config:
     """The constants. Each is also a flag, and --help prints the comments below.
 
-    If local_dir already holds shards, the shard_size, the encoding and the names and sizes of their
-    files must be the same as in the last run.
+    If local_dir already holds shards, they can only be continued with the same shard_size, the same
+    encoding, and source files of the same names and sizes.
     """
     source: str = "HuggingFaceFW/fineweb-edu"  # hub dataset, or folder of parquet or jsonl files
     remote_name: str = "sample-10BT"           # the hub dataset's configuration
@@ -62,7 +62,7 @@ BATCH_BYTES = 2 << 20        # bytes of text per batch; with 64 KiB, tokenizing 
 
 # --------------------------------------------------------------- what all three scripts share
 # Errors, encodings, safe file writes, folder locks and command-line flags. This section imports
-# no heavy package, so that worker processes start fast.
+# no heavy packages, so that worker processes start fast.
 class UserError(Exception):
     """An error that the user can correct. main() prints its message instead of a traceback."""
 
@@ -118,7 +118,7 @@ def hugging_face_tokenizer(encoding, context):
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
     parts = encoding_parts(encoding.name)
-    letters = bytes_to_unicode()  # the library represents each byte of a token as one letter
+    letters = bytes_to_unicode()  # the library represents each byte as one Unicode character
     vocabulary = {"".join(letters[byte] for byte in token): i
                   for token, i in parts["mergeable_ranks"].items()}
     # generate_merges() wants the highest score for the token that is merged first. In tiktoken,
@@ -225,7 +225,7 @@ def parse_flags(cls, doc, presets=None):
 def make_config(cls, values):
     """Return cls(**values), with every value converted to the type of its field.
 
-    cls: a dataclass whose fields all have defaults. values: {name: value, or its text}.
+    cls: a dataclass whose fields all have defaults. values: {name: value, or a string}.
     Raise UserError for an unknown name, a constant without a type, or an impossible value.
     """
     types = cls.__annotations__
@@ -245,7 +245,7 @@ def make_config(cls, values):
     return cls(**converted)
 
 def convert(value, kind):
-    """Convert a value, or a text such as "1e3", to a type: bool, int, float, str or a Literal.
+    """Convert a value, or a string such as "1e3", to a type: bool, int, float, str or a Literal.
 
     Raise KeyError, TypeError or ValueError if that is impossible or a number is negative.
     """
@@ -303,12 +303,13 @@ def find_hub_files(source, remote_name):
                         f"network, or try a mirror: HF_ENDPOINT=https://hf-mirror.com.") from None
 
 def read_batches(urls, start_file, start_row):
-    """Yield (file number, number of the first row, texts) of each batch, from a row of a file on.
+    """Yield (file number, number of the first row, texts) for each batch of the corpus.
 
-    A text is "" if its row has none. Raise UserError if a file cannot be read.
+    Start at row `start_row` of file `start_file`. A text is "" if its row has none. Raise UserError
+    if a file cannot be read.
     """
     import fsspec  # datasets and torch depend on it, so it is always installed
-    row = start_row  # the row that is read next
+    row = start_row  # counts the rows that have been read
     for file_number in range(start_file, len(urls)):
         url = urls[file_number]
         is_parquet = url.endswith(".parquet")
@@ -332,7 +333,7 @@ def read_batches(urls, start_file, start_row):
         row = 0  # the next file is read from its start
 
 def read_parquet_rows(file, first_row):
-    """Yield lists of texts, as bytes or None, from row `first_row` of a parquet file on."""
+    """Yield lists of texts, as bytes or None, starting at row `first_row` of a parquet file."""
     import pyarrow.parquet as pq
     # These two options reduce peak memory from 560 to 204 MB for a row group of 409 MB.
     parquet = pq.ParquetFile(file, buffer_size=BATCH_BYTES, pre_buffer=False)
@@ -355,7 +356,7 @@ def parquet_text(content):
     return (content or b"").decode("utf-8", "replace")
 
 def read_lines(file, first_row):
-    """Yield lists of lines, as bytes, from line `first_row` of a jsonl file on."""
+    """Yield lists of lines, as bytes, starting at line `first_row` of a jsonl file."""
     with io.BufferedReader(file, BATCH_BYTES) as lines:  # fsspec's own buffer takes 2 ms per line
         for _ in itertools.islice(lines, first_row):
             pass
@@ -374,7 +375,7 @@ def json_text(line):
 # -------------------------------------------------------------------------------------- tokens
 # Worker processes tokenize batches of documents. The main process reads and writes. Neither of
 # Python's process pools is used: the workers of concurrent.futures keep running after the main
-# process was killed, and multiprocessing.Pool waits forever for a worker that has died.
+# process is killed, and multiprocessing.Pool waits forever for a worker that has died.
 def tokenize(texts, name):
     """Return the tokens (n,) of a list of texts in the encoding called `name`.
 
@@ -434,7 +435,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def signals_blocked_in_new_processes():
-    """Start processes in this block that never receive STOP_SIGNALS."""
+    """Let processes that are started inside this block ignore STOP_SIGNALS for all their life."""
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
@@ -449,11 +450,10 @@ def signals_blocked_in_new_processes():
 
 @contextlib.contextmanager
 def signals_deferred():
-    """Handle STOP_SIGNALS that arrive during this block only after it.
+    """Defer STOP_SIGNALS that this process receives during the block until the block ends.
 
-    Otherwise the main process might end while multiprocessing starts a worker, and the unfinished
-    worker would print a traceback. Blocking the signals in the main thread does not prevent this:
-    another thread, such as one of NumPy's, then receives them, and Python runs the handler.
+    Otherwise this process might end while it starts a worker, and the unfinished worker would print
+    a traceback. Blocking the signals would not be enough, because it applies to one thread only.
     """
     arrived = []
     handlers = {}
@@ -475,7 +475,7 @@ def tokenize_all(batches, nprocs, name):
     """
     with signals_deferred(), signals_blocked_in_new_processes():
         workers = [Worker(name) for _ in range(nprocs)]
-    idle_workers = deque(workers)  # several threads may use a deque
+    idle_workers = deque(workers)  # a deque is thread-safe
 
     def tokenize_in_worker(file_number, row, texts):
         worker = idle_workers.popleft()  # not empty: there are as many workers as threads
@@ -510,7 +510,7 @@ class Place(NamedTuple):
     after 1,200 of them. The shard ends at Place(2, 300, 1200). The next shard is made by reading
     from row 300 of file 2 on and leaving out the first 1,200 tokens.
     """
-    file_number: int  # index of the file in reading order; the number of files if none is left
+    file_number: int  # index of the file in reading order; len(files) at the end of the corpus
     row: int          # the first row of a batch
     offset: int       # number of tokens from the start of this row to the end of the shard
 
@@ -520,6 +520,10 @@ class Shard(NamedTuple):
     tokens: int     # number of tokens in it
     documents: int  # number of documents that start in it
     end: Place
+
+def files_read(files, shards):
+    """Return those of the files that these shards were made from. All others may still change."""
+    return files[:shards[-1].end.file_number + 1] if shards else []
 
 def settings_of(cfg, files):
     """Return {name: value} for everything that determines the shards made from these files.
@@ -538,6 +542,7 @@ def read_manifest(path):
         settings = dict(content["settings"])
         shards = []
         for entry in content["shards"]:
+            # Existing manifests call the offset "used"
             end = Place(int(entry["file"]), int(entry["row"]), int(entry["used"]))
             shards.append(Shard(str(entry["name"]), tokens=int(entry["tokens"]),
                                 documents=int(entry["documents"]), end=end))
@@ -548,13 +553,12 @@ def read_manifest(path):
 
 def write_manifest(cfg, files, shards):
     """Write the manifest of these Shards. Raise UserError if that fails."""
-    files_used = files[:shards[-1].end.file_number + 1] if shards else []
     entries = []
     for shard in shards:
         entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
                         "file": shard.end.file_number, "row": shard.end.row,
-                        "used": shard.end.offset})  # existing manifests have this name for it
-    manifest = {"settings": settings_of(cfg, files_used), "shards": entries}
+                        "used": shard.end.offset})
+    manifest = {"settings": settings_of(cfg, files_read(files, shards)), "shards": entries}
     content = json.dumps(manifest, indent=1).encode()
     write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
 
@@ -576,36 +580,33 @@ def write_into_local_dir(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir that this run keeps.
 
-    If a shard's file is missing, keep the Shards before it. Keep none if local_dir has no training
-    shards, and a validation shard, if there is one, was made with different settings or files.
-    Raise UserError if local_dir has training shards that cannot be kept.
+    If they were made with the same settings from the same files, keep all shards before the first
+    one whose file is missing. Otherwise keep none, but raise UserError if local_dir has training
+    shards, so that no work is lost. (A validation shard alone is the result of a corpus that was
+    too short.)
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
+    problem = (f"{folder}/ holds shards, but no manifest.json that says how they were made: "
+               f"restore it, or choose a different --local_dir.")
     if manifest.exists():
         before, shards = read_manifest(manifest)
-        n_files = shards[-1].end.file_number + 1 if shards else 0  # later files may have changed
-        now = settings_of(cfg, files[:n_files])
+        now = settings_of(cfg, files_read(files, shards))
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]
         if not changes:
             return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
-        obstacle = (f"The shards in {folder}/ were made with different settings or files "
-                    f"({'; '.join(changes[:3])}): undo this change, or choose a different "
-                    f"--local_dir.")
-    else:
-        obstacle = (f"{folder}/ holds shards, but no manifest.json that says how they were made: "
-                    f"restore it, or choose a different --local_dir.")
+        problem = (f"The shards in {folder}/ were made with different settings or files "
+                   f"({'; '.join(changes[:3])}): undo this change, or choose a different "
+                   f"--local_dir.")
     if any(folder.glob("*_train_*.npy")):
-        raise UserError(obstacle)
-    # The folder is new, or its corpus fitted into the validation shard. In that case, make_shards()
-    # has told the user to change the settings.
+        raise UserError(problem)
     return []
 
 def cut_shards(results, shard_size, dtype, start, n_files):
     """Cut tokens into shards; yield the tokens (n,) of each shard and the Place at its end.
 
-    results: (file number, row, tokens) of each batch, from the row of `start` on.
+    results: (file number, row, tokens) for each batch, starting at the row of `start`.
     start: the Place at which the first shard starts.
     n_files: the number of files. The corpus ends at Place(n_files, 0, 0).
     The yielded array is overwritten with the next shard.
@@ -616,7 +617,8 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
-            # For edits: if BATCH_BYTES was changed, there may be several batches to skip
+            # Skip the tokens of earlier shards, which are at the start of the first batch. (They
+            # may fill several batches if BATCH_BYTES was edited)
             offset = min(to_skip, len(tokens))
             to_skip -= offset
             while offset < len(tokens):
@@ -641,7 +643,7 @@ def add_shards(cfg, files, finished):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     start = finished[-1].end if finished else Place(0, 0, 0)
     shards = list(finished)
-    write_manifest(cfg, files, shards)  # replace an older manifest, which describes other shards
+    write_manifest(cfg, files, shards)  # if find_finished() kept no shards, replace their manifest
     batches = read_batches([url for url, size in files], start.file_number, start.row)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,
@@ -664,7 +666,7 @@ def make_shards(cfg):
 
     Raise UserError for anything that the user can correct.
     """
-    if cfg.shard_size < 1025:  # a row of train_gpt2.py with T=1024 and the token after it
+    if cfg.shard_size < 1025:  # train_gpt2.py's T=1024 inputs and the last target
         raise UserError(f"shard_size={cfg.shard_size}: it must be 1025 or more.")
     files = find_files(cfg.source, cfg.remote_name)
     folder = Path(cfg.local_dir)

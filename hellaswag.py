@@ -42,7 +42,7 @@ GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them ta
 
 class Prepared(NamedTuple):
     """Q questions as rows of tokens for one model. Row 4 * q + i has ending i of question q."""
-    batches: list          # (row numbers (R,), tokens (R, T), is_ending (R, T)) of R rows each
+    batches: list          # for each batch: row numbers (R,), tokens (R, T), is_ending (R, T)
     labels: torch.Tensor   # (Q,) the index of the right ending
     lengths: torch.Tensor  # (Q, 4) the number of tokens in each ending
     cut: int               # the number of questions whose context was cut on the left to fit
@@ -130,10 +130,11 @@ def tokenize(example, encode=gpt2_encode):
     return encode(example["ctx"]), endings
 
 def render_example(example):
-    """Return a question in GPT-2's tokens, one row per ending: (data, tokens, mask, label).
+    """Tokenize a question with GPT-2's encoding. Return (data, tokens, mask, label).
 
     data: a dict with the token ids of the context and the endings, and the label.
-    tokens: (4, N) int64, padded with 0. mask: (4, N) int64, 1 where a token belongs to an ending.
+    tokens: (4, N) int64, one row per ending, padded with 0.
+    mask: (4, N) int64, 1 where a token belongs to an ending.
     This function is for notebooks. The scripts do not call it.
     """
     context, endings = tokenize(example)
@@ -188,8 +189,8 @@ def make_batches(rows, batch_tokens):
 
     rows: pairs (context, ending) of token ids.
     batch_tokens: the largest size of a batch, rows times length.
-    Rows of similar length share a batch, because batches in file order would need 25% more tokens
-    for padding with CPU_BATCH, and 42% more with GPU_BATCH. The longest rows come first, so that a
+    Rows of similar length share a batch. With batches in file order, padding would make the batches
+    25% larger in total (42% with GPU_BATCH). The longest rows come first, so that a
     lack of memory causes an error in the first batch.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
@@ -261,9 +262,10 @@ def evaluate(model, examples, progress=False):
     """Return the Score of a model, which is the same on every rank and for any number of ranks.
 
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
-    from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The
-    caller chooses the precision with torch.autocast.
-    examples: a Prepared, or the dicts from iterate_examples() for a model with GPT-2's encoding.
+    from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
+    precision with torch.autocast.
+    examples: what prepare() returned. For a model with GPT-2's encoding, also the dicts from
+    iterate_examples().
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """
