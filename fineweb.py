@@ -62,7 +62,7 @@ BATCH_BYTES = 2 << 20        # bytes of text per batch; with 64 KiB, tokenizing 
 
 # --------------------------------------------------------------- what all three scripts share
 # Errors, encodings, safe file writes, folder locks and command-line flags. This section imports
-# no heavy packages, so that worker processes start fast.
+# no heavy packages when it is loaded, so that worker processes start fast.
 class UserError(Exception):
     """An error that the user can correct. main() prints its message instead of a traceback."""
 
@@ -133,7 +133,7 @@ def hugging_face_tokenizer(encoding, context):
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if merges:  # the bytes encoding has no merges, so a text need not be split before merging
         # In tiktoken's patterns, the + in {1,3}+ makes the quantifier possessive. The library would
-        # read it as a repetition. Without it, the pattern matches the same pieces.
+        # read this + as a repetition. Removing it does not change what the pattern matches.
         pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", parts["pat_str"])
         pieces = pre_tokenizers.Split(Regex(pattern), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
@@ -324,7 +324,7 @@ def read_batches(urls, start_file, start_row):
                     texts = []
                     for content in contents:
                         texts.append(text_of(content))
-                        row += 1
+                        row += 1  # if text_of() fails, the message below names this row
                     yield file_number, batch_row, texts
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
             raise UserError(f"{url} cannot be read from row {row + 1} on ({type(e).__name__}: "
@@ -434,8 +434,8 @@ def answer_requests(connection, encoding_name):
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
-def signals_blocked_in_new_processes():
-    """Let processes that are started inside this block ignore STOP_SIGNALS for all their life."""
+def new_processes_ignore_signals():
+    """Let processes that are started inside this block ignore STOP_SIGNALS as long as they live."""
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
@@ -450,10 +450,10 @@ def signals_blocked_in_new_processes():
 
 @contextlib.contextmanager
 def signals_deferred():
-    """Defer STOP_SIGNALS that this process receives during the block until the block ends.
+    """Defer STOP_SIGNALS that the main process receives during the block until the block ends.
 
-    Otherwise this process might end while it starts a worker, and the unfinished worker would print
-    a traceback. Blocking the signals would not be enough, because it applies to one thread only.
+    Otherwise it might end while it starts a worker, and the unfinished worker would print a
+    traceback.
     """
     arrived = []
     handlers = {}
@@ -473,7 +473,7 @@ def tokenize_all(batches, nprocs, name):
     Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
-    with signals_deferred(), signals_blocked_in_new_processes():
+    with signals_deferred(), new_processes_ignore_signals():
         workers = [Worker(name) for _ in range(nprocs)]
     idle_workers = deque(workers)  # a deque is thread-safe
 
@@ -521,7 +521,7 @@ class Shard(NamedTuple):
     documents: int  # number of documents that start in it
     end: Place
 
-def files_read(files, shards):
+def source_files(shards, files):
     """Return those of the files that these shards were made from. All others may still change."""
     return files[:shards[-1].end.file_number + 1] if shards else []
 
@@ -542,7 +542,7 @@ def read_manifest(path):
         settings = dict(content["settings"])
         shards = []
         for entry in content["shards"]:
-            # Existing manifests call the offset "used"
+            # In the manifest, the offset is called "used"
             end = Place(int(entry["file"]), int(entry["row"]), int(entry["used"]))
             shards.append(Shard(str(entry["name"]), tokens=int(entry["tokens"]),
                                 documents=int(entry["documents"]), end=end))
@@ -558,7 +558,7 @@ def write_manifest(cfg, files, shards):
         entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
                         "file": shard.end.file_number, "row": shard.end.row,
                         "used": shard.end.offset})
-    manifest = {"settings": settings_of(cfg, files_read(files, shards)), "shards": entries}
+    manifest = {"settings": settings_of(cfg, source_files(shards, files)), "shards": entries}
     content = json.dumps(manifest, indent=1).encode()
     write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
 
@@ -591,7 +591,7 @@ def find_finished(cfg, files):
                f"restore it, or choose a different --local_dir.")
     if manifest.exists():
         before, shards = read_manifest(manifest)
-        now = settings_of(cfg, files_read(files, shards))
+        now = settings_of(cfg, source_files(shards, files))
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]
         if not changes:
@@ -599,7 +599,7 @@ def find_finished(cfg, files):
         problem = (f"The shards in {folder}/ were made with different settings or files "
                    f"({'; '.join(changes[:3])}): undo this change, or choose a different "
                    f"--local_dir.")
-    if any(folder.glob("*_train_*.npy")):
+    if any(folder.glob("*_train_*.npy")):  # they would be overwritten
         raise UserError(problem)
     return []
 
@@ -643,7 +643,7 @@ def add_shards(cfg, files, finished):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     start = finished[-1].end if finished else Place(0, 0, 0)
     shards = list(finished)
-    write_manifest(cfg, files, shards)  # if find_finished() kept no shards, replace their manifest
+    write_manifest(cfg, files, shards)  # replaces the manifest of shards that are not kept
     batches = read_batches([url for url, size in files], start.file_number, start.row)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,

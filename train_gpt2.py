@@ -133,7 +133,8 @@ FINETUNE = dict(
 
 # ---- Initial weights. Each one is a function of its name and of the seed given to torch, so adding
 # a layer does not change the initial weights of the other layers. The name of a weight is known
-# only after the whole GPT has been built. Until then the weight holds a placeholder
+# only after the whole GPT has been built. Until then each of its entries is a placeholder, which
+# init_weights() replaces
 PLACEHOLDER = 2.0**17  # no real weight is this large
 
 def draw_later(layer, std=0.02):
@@ -148,11 +149,11 @@ def draw_later(layer, std=0.02):
 def init_weights(model):
     """Draw the weights of all layers that were given to draw_later().
 
-    A module may set entries of such a weight itself; they are kept. It must not scale or copy the
-    weight before this function has drawn it: check_parameters() would find traces of the
-    placeholder and raise an error.
+    Entries that a module has set itself, and that therefore are not placeholders, are kept. A
+    weight must not be scaled or copied before this function has drawn it: check_parameters() would
+    find the changed placeholders and raise an error.
     """
-    for name, p in model.named_parameters():  # lists lm_head.weight as transformer.wte.weight
+    for name, p in model.named_parameters():  # a weight that two layers share is listed once
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
@@ -247,12 +248,11 @@ class GPT(nn.Module):
             ln_f=Norm(config.n_embd)))
         self.dropout = nn.Dropout(config.dropout)
         # The output layer shares the matrix of the input embedding, since similar tokens should
-        # have similar vectors in both. This removes 39 M parameters (Press and Wolf 2017). To give
-        # the output layer a matrix of its own, remove the second statement
+        # have similar vectors in both. This removes 39 M parameters (Press and Wolf 2017)
         self.lm_head = draw_later(nn.Linear(config.n_embd, config.vocab_size, bias=False))
-        self.lm_head.weight = self.transformer.wte.weight
+        self.lm_head.weight = self.transformer.wte.weight  # to untie the two, remove this line
         init_weights(self)
-        with torch.no_grad():  # the padding rows get no gradient, so they remain 0
+        with torch.no_grad():  # forward() drops the logits of the padding, so its rows remain 0
             self.transformer.wte.weight[config.n_vocab:] = 0
         self.eval()  # only train_step() switches to training mode
 
@@ -295,7 +295,8 @@ class GPT(nn.Module):
             temperature, top_k = 1.0, 1
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            # Run eagerly, since a compiled model would be recompiled for each new length
+            # If the model has been compiled, run it eagerly here. Otherwise it would be compiled
+            # again for each new length
             with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, n_vocab)
             if top_k:
@@ -313,9 +314,9 @@ class GPT(nn.Module):
         source: gpt2 ... gpt2-xl, a Hugging Face folder, a run's folder, a .pt file, or what
         read_weights() returns for one of these.
 
-        defaults: values for constants of GPTConfig that are not stored with the weights, such as
-        dropout. Parameters missing from the weights keep their initial values. Raise UserError if
-        the weights cannot be read or do not fit the model.
+        defaults: constants of GPTConfig, for example dropout. If a constant is stored with the
+        weights, the stored value is used instead. Parameters missing from the weights keep their
+        initial values. Raise UserError if the weights cannot be read or do not fit the model.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
         model = cls(config_for_weights(weights, defaults))
@@ -336,7 +337,7 @@ def build_model(cfg, encoding, weights=None):
     if weights is None:
         model = GPT(GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
                               n_vocab=encoding.n_vocab, **model_constants(cfg)))
-    else:
+    else:  # the weights override all of these constants except dropout
         model = GPT.from_pretrained(weights, **model_constants(cfg))
     return model
 
@@ -369,10 +370,10 @@ class DataLoaderLite:
     def locate(self, row):
         """Return the number of the shard that holds a row, and the token at which the row begins.
 
-        Example: three shards have 3, 5 and 4 rows, and T is 10. Row 17 is visited in epoch 1, after
-        5 other rows. This epoch visits the shards in the order 2, 0, 1, so the row is in shard 0,
-        whose rows it visits in the order 1, 2, 0. After the 4 rows of shard 2, one row of shard 0
-        comes first. So row 17 is the third row in shard 0, which begins at token 20.
+        Example: shards 0, 1 and 2 have 3, 5 and 4 rows, and T is 10. Row 17 is visited in epoch 1,
+        after 5 other rows. If this epoch visits the shards in the order 2, 0, 1, these are the 4
+        rows of shard 2 and one row of shard 0. If it visits the rows of shard 0 in the order
+        1, 2, 0, then row 17 is row 2 of shard 0. It begins at token 20.
         """
         epoch, visited = divmod(row, self.rows_per_epoch)            # 1, 5
         shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)  # 2, 0, 1
@@ -417,8 +418,8 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return rows[:, :-1].clone(), rows[:, 1:].clone()
 
-# Keep the order of the shards and of the rows in the open shard, for each of two loaders. To keep
-# more would need too much memory
+# The cache holds 4 permutations: the shards, and the rows of the open shard, each for training and
+# for validation. All permutations together would need too much memory
 @lru_cache(maxsize=4)
 def permutation(shuffle, n, *key):
     """Return 0 ... n - 1, shuffled with `key` as the seed, or in order if `shuffle` is False.
@@ -487,7 +488,8 @@ class Muon(torch.optim.Optimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
         average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * gradient
-        return p.grad.lerp(average, momentum).to(self.dtype)  # the same formula, not in place
+        # momentum * average + (1 - momentum) * gradient, with the new average
+        return p.grad.lerp(average, momentum).to(self.dtype)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -547,7 +549,8 @@ class State:
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
-        record_hyperparameters(self.optimizers)  # sets initial_lr, which step_optimizers() reads
+        # Also sets initial_lr, which step_optimizers() reads. torch's schedulers use this name, too
+        record_hyperparameters(self.optimizers)
 
     @property
     def eval_model(self):
@@ -576,7 +579,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
     hellaswag: object             # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder"           # log_dir, or None in the trial steps of steps_that_fit()
+    folder: "RunFolder"           # log_dir, or None while the speed is measured for --minutes
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the last step that was validated
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -596,7 +599,7 @@ def validation_loss(run, loader, model=None):
     total, counted = torch.zeros(2, device=run.device)
     for row in range(rank() * cfg.B, n_rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        y[n_rows - row:] = -100  # ignore rows beyond n_rows, which only the last batch can have
+        y[n_rows - row:] = -100  # in the last batch, ignore rows beyond n_rows; otherwise no row
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
         total = total + loss * (y >= 0).sum()
@@ -629,7 +632,8 @@ def train_step(run):
     batches = read_step(run)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    for (row, x, y), correction in zip(batches, mask_corrections(batches)):
+    corrections = mask_corrections(batches)  # For edits: all are 1, unless targets are masked
+    for (row, x, y), correction in zip(batches, corrections):
         # The dropout masks are determined by the seed and the number of the first row, so that a
         # restart repeats them. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
@@ -641,17 +645,16 @@ def train_step(run):
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds gradients up. Divide by the number of micro-steps to get their mean
-            loss = loss / len(batches)
-            loss = loss * correction  # For edits: 1, unless targets are masked
+            loss = loss / len(batches) * correction
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: to change gradients, do it below the next line. Each p.grad is now the exact
-    # gradient of the step's loss. The next line makes gradient noise the same in all processes
+    # For edits: draw the same random numbers in all processes from here on
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
+    # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
     state.step += 1
@@ -714,8 +717,8 @@ def train(run):
 #     eval_model             the weights used for samples, for the export and by init_from. They are
 #                            those of raw_model, unless an edit averages weights
 #     gpt_config, encoding   what is needed to use these weights
-#     constants, data, code  identify the run that wrote the checkpoint. They are compared when the
-#                            run is resumed
+#     constants, data, code  the constants, the corpus's fingerprint and the code's checksum of the
+#                            run that wrote the checkpoint. They are compared when it is resumed
 #
 # The functions of this section convert State to this content and back
 def checkpoint_of(state, cfg, fingerprint):
@@ -746,7 +749,8 @@ def restore_state(state, saved):
         value = getattr(state, name, None)
         if is_object(value):
             load_object(value, content)
-        elif isinstance(content, dict) and not isinstance(value, dict):  # an object was saved
+        elif isinstance(content, dict) and not isinstance(value, dict):
+            # content_of() stores an object as a dict
             raise ValueError(f"State lacks the object {name}, which the checkpoint contains")
         else:
             setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
@@ -804,8 +808,8 @@ def resumed_group(saved, in_code):
     saved: the group in the checkpoint. in_code: the hyperparameters set by the current code.
     """
     group = saved | in_code
-    in_old_code = saved.get("in_code", in_code)  # checkpoints of earlier versions lack it
-    for name, number in in_old_code.items():
+    before_training = saved.get("in_code", in_code)  # checkpoints of earlier versions lack it
+    for name, number in before_training.items():
         if saved.get(name, number) != number:  # training has changed it
             group[name] = saved[name]
     group["in_code"] = in_code
@@ -837,15 +841,14 @@ def read_checkpoint(path, mmap=True):
 def in_todays_form(content):
     """Convert a checkpoint written by an earlier version of this script to the current format.
 
-    In earlier versions, State's attributes were entries of the checkpoint itself. In still earlier
-    ones, until November 2026, eval_model was also called "model" and raw_model "trained", State's
-    numbers were in "numbers", and the classes of the optimizers in "optimizer_names". Tokens were
-    not counted.
+    Until November 2026, State's attributes were entries of the checkpoint itself. Some had other
+    names: eval_model was "model", raw_model was "trained", State's numbers were in "numbers", and
+    the classes of the optimizers were in "optimizer_names". Tokens were not counted.
     """
     if "state" in content:
         return content
     content = dict(content)
-    if "model" in content:  # still earlier
+    if "model" in content:
         content["eval_model"] = content.pop("model")
         content["raw_model"] = content.pop("trained", content["eval_model"])
         content |= content.pop("numbers", {})
@@ -854,9 +857,10 @@ def in_todays_form(content):
             optimizer["class"] = name
         if "constants" in content:
             content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
-    others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
-    converted = {name: content.pop(name) for name in others if name in content}
-    return converted | {"state": content}
+    not_state = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
+    converted = {name: value for name, value in content.items() if name in not_state}
+    converted["state"] = {name: value for name, value in content.items() if name not in not_state}
+    return converted
 
 def verify_checkpoint(path):
     """Raise UserError if a checkpoint is damaged."""
@@ -877,14 +881,14 @@ def newest_checkpoint(folder):
     if found:
         raise UserError(f"Every checkpoint in {folder}/ is damaged: choose a different --log_dir.")
 
-def best_checkpoint(folder):
+def checkpoint_to_export(folder):
     """Return the path of the undamaged checkpoint to sample from and to export, or None.
 
     It is the newest one, unless the validation loss has risen again (overfitting): then it is the
     one with the lowest validation loss.
     """
     found = find_checkpoints(folder)
-    losses = {step: loss for step, loss in read_streams(folder)["val"] if step in found}
+    losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
     steps = list(losses)  # the steps that were validated and saved
     step_with_lowest_loss = min(steps, key=losses.get, default=None)
     if steps and step_with_lowest_loss != max(steps):  # the loss has risen again
@@ -900,14 +904,14 @@ def read_run(folder):
     """Return the content of a run's run.json."""
     return json.loads(Path(folder, "run.json").read_text())
 
-def read_streams(folder):
-    """Return {stream: [(step, value), ...]} from a run's log.txt."""
-    path, streams = Path(folder, "log.txt"), defaultdict(list)
+def read_metrics(folder):
+    """Return {metric: [(step, value), ...]} from a run's log.txt."""
+    path, metrics = Path(folder, "log.txt"), defaultdict(list)
     text = path.read_text(errors="replace") if path.exists() else ""
     # Leave out lines with nan or inf, which cannot be plotted
-    for step, stream, value in re.findall(r"^(\d+) (.+) (-?[\d.]+)$", text, re.M):
-        streams[stream].append((int(step), float(value)))
-    return streams
+    for step, metric, value in re.findall(r"^(\d+) (.+) (-?[\d.]+)$", text, re.M):
+        metrics[metric].append((int(step), float(value)))
+    return metrics
 
 # ---- The checksum of the code. It shows that the code was edited after a checkpoint was written
 @lru_cache
@@ -1051,7 +1055,7 @@ def read_weights(name):
     if name.endswith(".pt"):
         return weights_in_checkpoint(read_checkpoint(name), name)
     if find_checkpoints(name):
-        path = best_checkpoint(name)
+        path = checkpoint_to_export(name)
         return weights_in_checkpoint(read_checkpoint(path), str(path))
     model = load_hugging_face(name)
     encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)  # 256 bytes + <|endoftext|>
@@ -1142,7 +1146,10 @@ def join_processes(device):
                             timeout=datetime.timedelta(hours=1))  # others wait while rank 0 exports
 
 def catch_signals(event):
-    """Make Ctrl-C and SIGTERM set the event. A second Ctrl-C ends the process at once."""
+    """Make Ctrl-C and SIGTERM set the event.
+
+    Without torchrun, a second Ctrl-C ends the process at once.
+    """
     alone = "RANK" not in os.environ  # torchrun passes Ctrl-C on, so each process gets it twice
 
     def receive(number, frame):
@@ -1161,7 +1168,11 @@ OTHER_TORCH = ("a torch build that supports old GPUs and drivers: pip install 't
                "--index-url https://download.pytorch.org/whl/cu126")
 
 def pick_device(name):
-    """Return the torch.device for a name, ready to use. Raise UserError if it cannot be used."""
+    """Choose the torch.device for a name and prepare it for training.
+
+    Select the GPU and allow TF32, or make a CPU keep freed memory. Raise UserError if the device
+    cannot be used.
+    """
     # torch's version ends in the CUDA version that it was built for (such as +cu130). Often the
     # driver is too old for it
     no_gpu = f"torch {torch.__version__} sees no GPU. Install a newer driver, or {OTHER_TORCH}"
@@ -1402,8 +1413,9 @@ def loss_warning(run):
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
-# Constants that may differ when a run is resumed. (epochs is one of them because max_steps, which
-# is computed from it, is compared)
+# Constants that may always differ when a run is resumed. (epochs is one of them because max_steps,
+# which is computed from it, is compared. check_same_training() allows some changes of max_steps and
+# minutes)
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -1425,7 +1437,8 @@ def check_same_training(saved, cfg, fingerprint):
     """Raise UserError unless cfg and the data are those of the run that wrote a checkpoint.
 
     The constants in FREE_TO_CHANGE may differ. max_steps may grow, and a run that began with
-    --minutes may be resumed with --max_steps instead.
+    --minutes may be resumed with --max_steps instead. A finished run must not be evaluated by
+    edited code.
     """
     # A constant that was added after the run began is assumed to have had its default. Data are
     # compared by content, not by path
@@ -1459,8 +1472,7 @@ class RunFolder:
         self.executor = ThreadPoolExecutor(max_workers=1)
         self.last_save = None     # Future of the latest save, kept after it has finished
         self.last_plot = None     # Future of the latest plot
-        self.first_step = None    # the step at which this start began, if a restart can begin there
-        self.saved_step = None    # the step of the newest checkpoint that this start has written
+        self.saved_step = None    # the step of the newest checkpoint
         self.failure = ""         # reason for the most recent failed save
         self.host_buffers = {}    # host memory of the latest save, reused by the next one
 
@@ -1487,8 +1499,8 @@ class RunFolder:
             "torch": torch.__version__, "python": sys.version, "warnings": list(warnings)})
         self.write_run()
         self.log = open_log(self.path / "log.txt", step)
-        if continues or self.cfg.init_from == "scratch":  # other weights may be gone at a restart
-            self.first_step = step
+        if continues:
+            self.saved_step = step
 
     def close(self):
         """Wait for a save in progress, and close log.txt."""
@@ -1504,8 +1516,12 @@ class RunFolder:
             write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
     def can_resume_at(self, step):
-        """Return whether a run can be resumed at a step: from a checkpoint, or 0 from the seed."""
-        return step in (self.first_step, self.saved_step)
+        """Return whether the run can be resumed at a step without another save.
+
+        This is true for the newest checkpoint. Step 0 of a new model needs no checkpoint, because
+        the seed determines its weights.
+        """
+        return step == self.saved_step or (step == 0 and self.cfg.init_from == "scratch")
 
     def save(self, state):
         """Start saving `state`, unless the run can already be resumed at its step.
@@ -1530,7 +1546,7 @@ class RunFolder:
             self.last_save.result()
 
     def write_checkpoint(self, content):
-        """Write, verify and rename a checkpoint, then delete those that need not be kept."""
+        """Write and verify a checkpoint, then delete those that need not be kept."""
         step, start = content["state"]["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
@@ -1548,16 +1564,18 @@ class RunFolder:
     def prune(self, step):
         """Delete checkpoints that are older than `step` and need not be kept.
 
-        Of these older ones, keep the newest, the best, and one every keep_every steps.
+        Of these older ones, keep the newest, the one with the lowest validation loss, and one every
+        keep_every steps.
         """
         found = find_checkpoints(self.path)
         older = [old for old in found if old < step]  # the newest first
-        losses = {old: loss for old, loss in read_streams(self.path)["val"] if old in found}
+        losses = {old: loss for old, loss in read_metrics(self.path)["val"] if old in found}
         keep = {*older[:1], min(losses, key=losses.get, default=None)}
+        every = self.cfg.keep_every
+        keep |= {old for old in older if every and old % every == 0}
         for old in set(older) - keep:
-            if not self.cfg.keep_every or old % self.cfg.keep_every:
-                with contextlib.suppress(OSError):
-                    found[old].unlink()
+            with contextlib.suppress(OSError):
+                found[old].unlink()
 
     def plot(self):
         """Plot in the background if matplotlib is installed. Cancel a plot that is still queued."""
@@ -1569,10 +1587,10 @@ class RunFolder:
 def copy_to_host(content, buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
 
-    buffers: the buffers of an earlier copy, or {}. Reusing them is faster than allocating memory.
-    A buffer's key is the address, shape, stride and dtype of the copied tensor.
-    This has two effects: tied weights share a buffer, so they are copied and saved only once; and
-    because weights stay at their address, each copy finds the buffers of the previous copy.
+    buffers: the buffers of the previous copy, or {}. Reusing them is faster than allocating memory.
+    The key of a buffer is the address, shape, stride and dtype of the tensor that it holds. Weights
+    keep their address, so each copy finds the buffers of the previous one. Tied weights have the
+    same address, so they share a buffer and are saved only once.
     """
     new_buffers = {}
 
@@ -1599,7 +1617,7 @@ def open_log(path, step):
     file = open(path, "ab", buffering=0)  # each line is visible at once
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        # A line that the user added does not match
+        # `number` is None for a line that the user added. Such a line is kept
         number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
@@ -1650,9 +1668,9 @@ def run_command(flags):
 
 @dataclass(frozen=True)
 class Start:
-    """What a command starts from."""
-    weights: Weights | None = None  # what the model is built with; None: draw new weights
-    checkpoint: dict | None = None  # content of the checkpoint from which a run is resumed, or None
+    """What a command starts from. A new run with new weights has neither weights nor checkpoint."""
+    weights: Weights | None = None  # if given, they determine the model's shape and first values
+    checkpoint: dict | None = None  # if a run is resumed: its content, which is loaded afterwards
 
 def resolve_config(flags, device=torch.device("cpu")):
     """Return (cfg, what to start from, the first lines to print).
@@ -1670,15 +1688,16 @@ def resolve_config(flags, device=torch.device("cpu")):
     `minutes`, resolve_max_steps() computes it once the data have been opened.
     """
     preset_name, preset, note = choose_preset(flags)
-    start = find_start(make_config(Config, preset | flags), device)
+    preliminary_cfg = make_config(Config, preset | flags)  # names log_dir and init_from
+    start = find_start(preliminary_cfg, device)
     suggested = suggested_by_weights(start.weights) if preset_name == "FINETUNE" else {}
     determined = determined_by_weights(start.weights) if start.weights else {}
     check_flags_against_weights(flags, determined, start.weights)
-    without_weights = suggested | preset
-    cfg = make_config(Config, without_weights | determined | flags)
-    lines = f"{note}settings  {describe_preset(preset_name, cfg, without_weights | determined)}"
+    cfg = make_config(Config, suggested | preset | determined | flags)
+    names = [*(suggested | preset | determined)]
+    lines = f"{note}settings  {describe_preset(preset_name, cfg, names)}"
     if start.weights:
-        lines += f"\nweights   {describe_weights(start, determined, without_weights)}"
+        lines += f"\nweights   {describe_weights(start, determined, suggested | preset)}"
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
@@ -1702,9 +1721,10 @@ def choose_preset(flags):
     return name, preset, note
 
 def find_start(cfg, device):
-    """Return what to start from: the run in log_dir if there is one, or else init_from.
+    """Return what to start from.
 
-    Raise UserError if the checkpoints or the weights cannot be read.
+    Training resumes the run in log_dir if there is one, and otherwise starts from init_from.
+    Sampling only needs weights. Raise UserError if checkpoints or weights cannot be read.
     """
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
@@ -1714,7 +1734,7 @@ def find_start(cfg, device):
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
     weights = None
     if cfg.init_from != "scratch" and checkpoint:
-        # The weights in init_from may be gone. The checkpoint has weights of the same shape
+        # The run began with given weights, which may be gone. The checkpoint's have the same shape
         weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
     elif cfg.init_from != "scratch":
         weights = read_weights(cfg.init_from)
@@ -1775,13 +1795,13 @@ def describe_preset(preset_name, cfg, names):
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"{preset_name} instead of Config, since data is {reason}:\n{values}"
 
-def describe_weights(start, determined, without_weights):
+def describe_weights(start, determined, overridden):
     """Return a description of the weights: their source and the constants that they change.
 
-    without_weights: the constants of other sources that the weights override.
+    overridden: the constants of the sources that the weights override.
     """
     weights = start.weights
-    before = asdict(Config()) | without_weights
+    before = asdict(Config()) | overridden
     changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in determined.items()
                if before[name] != value]
     other_code = ""
@@ -1828,26 +1848,26 @@ def set_up(cfg, device, start=Start()):
     train_loader, val_loader = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(train_loader), lock_run_folder(cfg.log_dir)
     check_weights_fit(start.weights, cfg, encoding)
-    new_run = partial(build_run, device=device, start=start, encoding=encoding,
-                      train_loader=train_loader, val_loader=val_loader)
-    cfg = replace(cfg, max_steps=resolve_max_steps(cfg, train_loader, saved, new_run))
+    make_run = partial(build_run, device=device, start=start, encoding=encoding,
+                       train_loader=train_loader, val_loader=val_loader)
+    cfg = replace(cfg, max_steps=resolve_max_steps(cfg, train_loader, saved, make_run))
     if saved:
         check_same_training(saved, cfg, fingerprint)
-    run = new_run(cfg, folder=RunFolder(cfg, fingerprint, lock))
+    run = make_run(cfg, folder=RunFolder(cfg, fingerprint, lock))
     catch_signals(run.signal_came)
     warnings = warnings_about(run, saved)
     run.folder.begin(run.state.step, bool(saved), warnings)
     print0("\n".join([description(run, saved), *(f"!!! {warning}" for warning in warnings)]))
     return run
 
-def resolve_max_steps(cfg, train_loader, saved, new_run):
+def resolve_max_steps(cfg, train_loader, saved, make_run):
     """Return max_steps, computed from `minutes` or `epochs` if one of them is set.
 
     A resumed run keeps the max_steps that its minutes once gave.
-    new_run: a function that builds a Run, for the trial steps of steps_that_fit().
+    make_run: a function that builds a Run, for the trial steps of steps_that_fit().
     """
     if cfg.minutes:
-        return saved["constants"]["max_steps"] if saved else steps_that_fit(cfg, new_run)
+        return saved["constants"]["max_steps"] if saved else steps_that_fit(cfg, make_run)
     if not cfg.epochs:
         return cfg.max_steps
     max_steps = 1
@@ -1855,13 +1875,13 @@ def resolve_max_steps(cfg, train_loader, saved, new_run):
         max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
     return max_steps
 
-def steps_that_fit(cfg, new_run):
+def steps_that_fit(cfg, make_run):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
     The trial steps train a Run of their own, which is thrown away.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
-    run, seconds = new_run(replace(cfg, hellaswag_every=0), folder=None), []
+    run, seconds = make_run(replace(cfg, hellaswag_every=0), folder=None), []
     for _ in range(20):
         start = time.perf_counter()
         loss, _ = train_step(run)
@@ -1962,7 +1982,7 @@ def description(run, saved):
     return "\n".join(lines)
 
 # ---- Monitoring: log.txt is for programs, stdout for people
-def report(run, step, stream, value, note="", print_always=False):
+def report(run, step, metric, value, note="", print_always=False):
     """Append a value to log.txt, which plot_curves() reads, and print it if a line is due.
 
     Lines are due every print_every steps. note: text to print after the value. print_always: print
@@ -1972,15 +1992,15 @@ def report(run, step, stream, value, note="", print_always=False):
     # steps_that_fit(), which have no folder
     if run.folder is None:
         return
-    write_log(run, step, stream, value)
+    write_log(run, step, metric, value)
     if print_always or (run.cfg.print_every and step % run.cfg.print_every == 0):
-        print0(f"{step:5d}/{run.cfg.max_steps} {stream} {value:.4f}{note}")
+        print0(f"{step:5d}/{run.cfg.max_steps} {metric} {value:.4f}{note}")
 
-def write_log(run, step, stream, value):
+def write_log(run, step, metric, value):
     """Append a line to log.txt."""
     if rank() == 0:
         with contextlib.suppress(OSError):  # a full disk
-            run.folder.log.write(f"{step} {stream} {value:.6f}\n".encode())
+            run.folder.log.write(f"{step} {metric} {value:.6f}\n".encode())
 
 def gather_from_ranks(loss, norm, signal_came):
     """Return three lists with one entry per process: loss, norm, whether it received a signal."""
@@ -2002,7 +2022,7 @@ def add_time(run, seconds):
         run.state.minutes += seconds / 60
 
 def check_step(run, step, losses, norms):
-    """Raise UserError if processes disagree or the model has diverged. Record it in run.json.
+    """Raise UserError if processes disagree or the model has diverged. run.json gets the message.
 
     losses, norms: those of a step, one value per process.
     """
@@ -2091,17 +2111,17 @@ def plot_curves(folder):
     constants = read_run(folder)["constants"]
     cfg = Config(**{name: constants[name] for name in asdict(Config()).keys() & constants.keys()})
     unit = "byte" if cfg.encoding == "bytes" else "token"
-    streams, panels = read_streams(folder), defaultdict(list)
-    streams.pop("minutes", None)
-    for name in streams:
+    metrics, panels = read_metrics(folder), defaultdict(list)
+    metrics.pop("minutes", None)
+    for name in metrics:
         panels[f"loss, nats per {unit}" if name in ("train", "val") else name].append(name)
     figure = Figure(figsize=(6.5, 3.7 * len(panels)), layout="constrained")
     for i, (title, names) in enumerate(panels.items()):
         axis = figure.add_subplot(len(panels), 1, i + 1)
         for name in names:
-            n = 1 + len(streams[name]) // 200  # for smoothing, each point is the mean of n values
+            n = 1 + len(metrics[name]) // 200  # for smoothing, each point is the mean of n values
             points = [(rows_before(cfg, step) * cfg.T / 1e6, value)
-                      for step, value in streams[name][:len(streams[name]) // n * n]]
+                      for step, value in metrics[name][:len(metrics[name]) // n * n]]
             tokens, values = np.reshape(points, (-1, n, 2)).mean(axis=1).T
             axis.plot(tokens, values, label=f"{name}, now {values[-1]:.3f}")
             if name == "train":  # cut off the high losses of the first steps
@@ -2185,7 +2205,7 @@ def save_last_step(run):
 
 def closing_words(cfg, step):
     """Return what to tell the user at the end of a run."""
-    if step < cfg.max_steps:
+    if step < cfg.max_steps:  # For edits: a `break` that is added to train() ends a run early
         return (f"Ended after {step} of {cfg.max_steps} steps. To resume the run, repeat the "
                 "command.")
     if cfg.max_steps == 0:
@@ -2198,11 +2218,11 @@ def result_of(run):
 
     It holds the last value of each name in log.txt, and totals such as the number of tokens.
     """
-    cfg, state, streams = run.cfg, run.state, read_streams(run.folder.path)
-    result = {stream: points[-1][1] for stream, points in streams.items()}
+    cfg, state, metrics = run.cfg, run.state, read_metrics(run.folder.path)
+    result = {metric: points[-1][1] for metric, points in metrics.items()}
     if "val" in result:
         bits = result["val"] * run.tokens_per_byte / math.log(2)
-        step, loss = min(streams["val"], key=lambda point: point[1])
+        step, loss = min(metrics["val"], key=lambda point: point[1])
         result |= {"bits_per_byte": round(bits, 6), "lowest_val": loss, "lowest_step": step}
     result |= {"steps": state.step, "tokens": state.tokens,
                "parameters": sum(p.numel() for p in state.raw_model.parameters())}
@@ -2224,7 +2244,7 @@ def export(run):
     """Export the best weights to log_dir/hf. If that is not possible, print the reason."""
     path = run.folder.path
     try:
-        model, best = run.state.eval_model, best_checkpoint(path)
+        model, best = run.state.eval_model, checkpoint_to_export(path)
         if best:  # None for a new model with max_steps=0, which has no checkpoint
             model = GPT.from_pretrained(best, **model_constants(run.cfg))
         save_hugging_face(model, path / "hf", run.encoding)

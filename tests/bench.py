@@ -436,7 +436,7 @@ def reference():
             output_of([sys.executable, "-m", "torch.distributed.run", "--standalone",
                        f"--nproc_per_node={processes}", *COMMAND[1:],
                        *(f"--{name}={value}" for name, value in constants.items())])
-            ours = [loss for _, loss in t.read_streams(folder)["train"]]
+            ours = [loss for _, loss in t.read_metrics(folder)["train"]]
         worst = max(abs(a - b) for a, b in zip(ours, expected, strict=True))
         yield cells(processes, B, 32 // (B * processes), f"{ours[-1]:.6f}", f"{worst:.1e}")
 

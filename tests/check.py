@@ -83,7 +83,7 @@ DEFAULTS = {"dtype": "float32", "compile": False, "hellaswag_every": 0, "sample_
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 KILLED = 9  # exit status of a run that was to be killed
 LOSSES = ("train", "val", "hella")
-TIMES = re.compile("minute|second|time|speed|tok/s|tokens_per", re.I)  # streams that always differ
+TIMES = re.compile("minute|second|time|speed|tok/s|tokens_per", re.I)  # metrics that always differ
 
 class Failed(Exception):
     """A run stopped with an error, or nothing can be checked. The text says why."""
@@ -117,7 +117,7 @@ def parse(words):
 @dataclass
 class Finished:
     """What a run left behind."""
-    log: dict          # {(step, stream): value as text}
+    log: dict          # {(step, metric): value as text}
     checkpoint: Path   # the last one
     report: dict       # see train_and_report()
     seconds: float
@@ -231,9 +231,9 @@ def places_in_scripts(traceback):
 
 # ---- Comparing logs
 def read_log(path):
-    """Return {(step, stream): value as text} of log.txt, without streams that hold times."""
+    """Return {(step, metric): value as text} of log.txt, without metrics that hold times."""
     lines = re.findall(r"^(\d+) (.+) (\S+)$", path.read_text(errors="replace"), re.M)
-    return {(int(step), stream): value for step, stream, value in lines if not TIMES.search(stream)}
+    return {(int(step), metric): value for step, metric, value in lines if not TIMES.search(metric)}
 
 def losses_of(log):
     return {key: value for key, value in log.items() if key[1] in LOSSES}
@@ -246,18 +246,18 @@ def last_val(log):
 class Difference:
     """The first line in which two logs differ. A value is None if its log lacks the line."""
     step: int
-    stream: str
+    metric: str
     values: tuple         # two texts
     allowed: float = 0.0  # the largest difference that rounding explains
 
     def verdict(self, in_one, in_two, hint):
         """Return the Verdict on two runs that should be equal."""
         a, b = ["missing" if value is None else value for value in self.values]
-        text = f"At step {self.step}, {self.stream} is {a} {in_one} and {b} {in_two}."
+        text = f"At step {self.step}, {self.metric} is {a} {in_one} and {b} {in_two}."
         if self.allowed and None not in self.values:
             gap = abs(float(a) - float(b))
             text += f" The difference is {gap:.2g}, but rounding explains only {self.allowed:.1g}."
-        return broken(f"{self.stream} differs from step {self.step} on", text, hint)
+        return broken(f"{self.metric} differs from step {self.step} on", text, hint)
 
 def first_difference(one, other, allowed=None):
     """Return the first Difference of two logs, or None.
@@ -268,13 +268,13 @@ def first_difference(one, other, allowed=None):
     if allowed:
         one, other = losses_of(one), losses_of(other)
     order = {"val": 0, "train": 1}  # the script validates before it takes the step
-    for step, stream in sorted(one.keys() | other.keys(),
+    for step, metric in sorted(one.keys() | other.keys(),
                                key=lambda key: (key[0], order.get(key[1], 2), key[1])):
-        a, b = one.get((step, stream)), other.get((step, stream))
+        a, b = one.get((step, metric)), other.get((step, metric))
         limit = allowed.get(step, 0.0) if allowed else 0.0
         if a == b or (limit and a and b and abs(float(a) - float(b)) <= limit):
             continue
-        return Difference(step, stream, (a, b), limit)
+        return Difference(step, metric, (a, b), limit)
     return None
 
 def tolerances(log, nudged, floor):
@@ -556,7 +556,7 @@ class Check:
             return holds(f"from step {losses.step} on")
         difference = first_difference(log, committed.log)
         if difference:
-            return holds(f"on {difference.stream} only; the losses are the same digit for digit")
+            return holds(f"on {difference.metric} only; the losses are the same digit for digit")
         if self.base.report["drawn"] != committed.report["drawn"]:
             return holds("on samples only; the losses are the same digit for digit")
         return broken("it has no effect on training", (

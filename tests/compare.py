@@ -210,11 +210,11 @@ def curve_of(folder, result):
 
     Step 0 is left out. N is 0 for runs of older code, whose logs contain no minutes.
     """
-    streams = t.read_streams(folder)
-    minutes = dict(streams["minutes"])
+    metrics = t.read_metrics(folder)
+    minutes = dict(metrics["minutes"])
     million_per_step = result["tokens"] / max(1, result["steps"]) / 1e6  # the mean of all steps
     points = [(step * million_per_step, minutes[step], loss)
-              for step, loss in streams["val"] if minutes.get(step)]
+              for step, loss in metrics["val"] if minutes.get(step)]
     return np.reshape(points, (-1, 3)).T
 
 def draw(rows, path):

@@ -279,16 +279,16 @@ def one_line(stderr, *parts):
         assert str(part) in stderr, stderr
     return stderr
 
-STREAMS = ("train", "val", "hella")  # an edit may add other streams, which tests ignore
+METRICS = ("train", "val", "hella")  # an edit may add other metrics, which tests ignore
 
 def read_log(folder):
-    """Return {(step, stream): value} of log.txt.
+    """Return {(step, metric): value} of log.txt.
 
     Assert that no line occurs twice, and that the lines are in the order of their steps.
     """
     lines = [line.split() for line in Path(folder, "log.txt").read_text().splitlines()]
-    lines = [line for line in lines if line[1] in STREAMS]
-    values = {(int(step), stream): float(value) for step, stream, value in lines}
+    lines = [line for line in lines if line[1] in METRICS]
+    values = {(int(step), metric): float(value) for step, metric, value in lines}
     assert len(values) == len(lines)
     assert [step for step, _ in values] == sorted(step for step, _ in values)
     return values

@@ -143,7 +143,7 @@ def test_flags(capsys):
 
 def test_the_first_difference_of_two_logs(tmp_path):
     """Logs are compared in the order of their lines, a validation before the step after it; times
-    are left out, and with a tolerance so are streams that are no losses."""
+    are left out, and with a tolerance so are metrics that are no losses."""
     (tmp_path / "log.txt").write_text(
         "0 val 5.5\n0 minutes 0.1\n0 train 5.4\n1 train 5.0\n1 balance 7.0\n2 val nan\n")
     log = check.read_log(tmp_path / "log.txt")
@@ -158,7 +158,7 @@ def test_the_first_difference_of_two_logs(tmp_path):
     assert check.first_difference(log, log | {(0, "val"): "5.54", (1, "balance"): "8.0"},
                                   allowed) is None
     found = check.first_difference(log, log | {(1, "train"): "4.9"}, allowed)
-    assert (found.step, found.stream) == (1, "train")
+    assert (found.step, found.metric) == (1, "train")
     assert found.verdict("here", "there", "").evidence[0] == (
         "At step 1, train is 5.0 here and 4.9 there. The difference is 0.1, but rounding explains "
         "only 0.05.")
@@ -280,7 +280,7 @@ def test_each_broken_promise_is_reported_alone(tmp_path, promise, runs, text):
     assert text in printed and check.PROMISES[promise][1][:40] in printed
 
 def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
-    """An edit that only adds a stream, or only changes samples, has an effect; if equal runs
+    """An edit that only adds a metric, or only changes samples, has an effect; if equal runs
     differ, runs with another B are not compared."""
     for changes, report, text in ((({}), dict(drawn=[2]), "samples only"),
                                   ({(1, "balance"): "1.0"}, {}, "on balance only"),

@@ -382,7 +382,7 @@ def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
     assert f"use --max_steps={STEPS}\n" in run.out
     succeed(Forked(run.log_dir, arrange={clock: 99.0}, **words))
     assert_same_run(run.log_dir, reference)
-    times = [value for _, value in t.read_streams(run.log_dir)["minutes"]]
+    times = [value for _, value in t.read_metrics(run.log_dir)["minutes"]]
     assert times[0] == 0 and times == sorted(times) and len(set(times)) == len(times)
     assert t.read_run(run.log_dir)["result"]["minutes"] == times[-1]
     assert times[-1] == pytest.approx((22 * 0.5 + 6 * 99) / 60, abs=1e-5)
@@ -462,15 +462,15 @@ def test_the_best_weights_are_kept_and_exported_if_validation_rises(place, is_gp
     assert result["lowest_val"] == 1 and result["lowest_step"] == 10 and result["val"] == 3
     exported = t.GPT.from_pretrained(folder / "hf").state_dict()
     torch.testing.assert_close(exported, dict(load(best)["eval_model"]), rtol=0, atol=0)
-    assert t.best_checkpoint(folder) == best
+    assert t.checkpoint_to_export(folder) == best
     (folder / "log.txt").write_text("10 val 1.0\n20 val 0.5\n25 val 0.9\n30 val 0.8\n")
-    assert t.best_checkpoint(folder) == folder / LAST  # step 20 has no checkpoint
+    assert t.checkpoint_to_export(folder) == folder / LAST  # step 20 has no checkpoint
     newest = (folder / LAST).rename(folder / "checkpoint_00032.pt")
-    assert t.best_checkpoint(folder) == newest  # not validated, but the loss was falling
+    assert t.checkpoint_to_export(folder) == newest  # not validated, but the loss was falling
     (folder / "log.txt").write_text("10 val 1.0\n25 val 1.5\n")
-    assert t.best_checkpoint(folder) == best
+    assert t.checkpoint_to_export(folder) == best
     best.write_bytes(best.read_bytes()[:-100])
-    assert t.best_checkpoint(folder) == newest  # the best one is damaged
+    assert t.checkpoint_to_export(folder) == newest  # the best one is damaged
     said = capfd.readouterr().out
     assert f"{best} cannot be read" in said and "The newest checkpoint is used" in said
 

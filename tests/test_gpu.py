@@ -194,7 +194,7 @@ def test_two_gpus_have_the_losses_and_scores_of_one(folder):
     words = dict(EVALUATED, val_tokens=16, dtype="float32", arrange={made_up_questions: 20})
     one, two = (train(n, folder / f"hellaswag {n}", **words) for n in (1, 2))
     assert_close_logs(one.log_dir, two.log_dir)
-    assert {step for step, stream in read_log(two.log_dir) if stream == "hella"} == {0, 4, 8, 12}
+    assert {step for step, metric in read_log(two.log_dir) if metric == "hella"} == {0, 4, 8, 12}
 
 @GPU
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])

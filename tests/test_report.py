@@ -41,7 +41,7 @@ def test_curves_are_drawn_from_any_log(tmp_path, log):
 def test_curves_are_smoothed_and_cut_off_above(tmp_path, monkeypatch):
     """The losses are smoothed, and the axis cuts off the high losses of the first steps.
 
-    Each stream that is not a loss has its own panel.
+    Each metric that is not a loss has its own panel.
     """
     figure = pytest.importorskip("matplotlib.figure")
     seen = []
@@ -68,7 +68,7 @@ def test_a_run_describes_itself(tmp_path):
     ended = succeed(Forked(tmp_path / "log", max_steps=4))
     text = (tmp_path / "log" / "run.json").read_text()
     run = json.loads(text)
-    result, losses = run["result"], dict(t.read_streams(tmp_path / "log")["val"])
+    result, losses = run["result"], dict(t.read_metrics(tmp_path / "log")["val"])
     assert ended.out.endswith("".join(f"{name:17} {value}\n" for name, value in result.items()))
     assert result["val"] == losses[4] and result["lowest_val"] == min(losses.values())
     assert losses[result["lowest_step"]] == result["lowest_val"] and result["steps"] == 4
@@ -104,7 +104,7 @@ def test_the_numbers_of_a_step(monkeypatch, capsys):
     """The line of a step has the loss, learning rate, norm, speed and time left.
 
     The time left is 600 times the median duration, so that one slow step has no effect. Values of
-    other streams have lines with the names of the streams. A full disk does not stop the run.
+    other metrics have lines with the names of the metrics. A full disk does not stop the run.
     """
     run = step_399(monkeypatch)
     t.report(run, 399, "gate", 0.5)

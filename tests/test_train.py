@@ -151,7 +151,7 @@ def test_an_edited_copy_of_the_script_trains_with_its_constants(tmp_path):
     done = run_python(code, cwd=tmp_path, env={"PYTHONPATH": ""})
     assert (done.returncode, done.stderr) == (0, "")
     assert "n_layer=1, n_head=2, n_embd=16" in done.stdout
-    assert [step for step, stream in read_log(tmp_path / "log") if stream == "train"] == [0, 1]
+    assert [step for step, metric in read_log(tmp_path / "log") if metric == "train"] == [0, 1]
 
 @pytest.mark.parametrize("n, optimizer", [(2, "adamw"), (2, "muon"), (8, "muon")])
 def test_n_processes_train_the_same_model_as_one(folder, n, optimizer):
@@ -246,7 +246,7 @@ def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
     monkeypatch.setattr(t, "train_step", train_step)
     monkeypatch.setattr(
         t, "gather_from_ranks", lambda loss, norm, _: ([loss], [norm], [state.step == 9]))
-    monkeypatch.setattr(t, "report", lambda run, step, stream, *_, **__: seen.append(stream))
+    monkeypatch.setattr(t, "report", lambda run, step, metric, *_, **__: seen.append(metric))
     t.train(run)
     evaluated, hella = ["save", "validate"], ["hellaswag", "hella"]
     shown, step = ["plot"], ["check_step", "report_step"]
