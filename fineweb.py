@@ -45,7 +45,7 @@ from tqdm import tqdm
 class Config:
     """The constants. Each is also a flag, and --help prints the comments below.
 
-    If local_dir already holds shards, they can only be continued with the same shard_size, the same
+    If local_dir already holds shards, more can be added only with the same shard_size, the same
     encoding, and source files of the same names and sizes.
     """
     source: str = "HuggingFaceFW/fineweb-edu"  # hub dataset, or folder of parquet or jsonl files
@@ -179,11 +179,11 @@ def remove_unfinished(folder):
         part.unlink()
 
 def lock_folder(folder):
-    """Lock a folder so that no other run uses it, and return the lock. Keep a reference to it.
+    """Lock a folder so that no other run uses it, and return the lock.
 
-    The lock is released when the object is deleted or when this process ends for any reason.
-    Raise UserError if another process holds the lock. If the disk does not support locks, print a
-    warning instead.
+    The caller must keep a reference to it. The lock is released when the object is deleted or when
+    this process ends for any reason. Raise UserError if another process holds the lock. If the disk
+    does not support locks, print a warning instead.
     """
     import filelock  # torch and datasets depend on it, so it is always installed
     lock = filelock.FileLock(Path(folder, ".lock"))
@@ -435,7 +435,7 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def new_processes_ignore_signals():
-    """Let processes that are started inside this block ignore STOP_SIGNALS as long as they live."""
+    """Make processes that are started inside this block ignore STOP_SIGNALS permanently."""
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
@@ -522,7 +522,7 @@ class Shard(NamedTuple):
     end: Place
 
 def source_files(shards, files):
-    """Return those of the files that these shards were made from. All others may still change."""
+    """Return the files from which these shards were made. The other files may still change."""
     return files[:shards[-1].end.file_number + 1] if shards else []
 
 def settings_of(cfg, files):
@@ -666,7 +666,7 @@ def make_shards(cfg):
 
     Raise UserError for anything that the user can correct.
     """
-    if cfg.shard_size < 1025:  # train_gpt2.py's T=1024 inputs and the last target
+    if cfg.shard_size < 1025:  # one row needs T=1024 inputs and the last target
         raise UserError(f"shard_size={cfg.shard_size}: it must be 1025 or more.")
     files = find_files(cfg.source, cfg.remote_name)
     folder = Path(cfg.local_dir)

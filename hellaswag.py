@@ -264,7 +264,7 @@ def evaluate(model, examples, progress=False):
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
     precision with torch.autocast.
-    examples: what prepare() returned. For a model with GPT-2's encoding, also the dicts from
+    examples: what prepare() returned or, for a model with GPT-2's encoding, the dicts from
     iterate_examples().
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.

@@ -1,6 +1,6 @@
 """Train GPT-2 from scratch, in one file, on a CPU or on many GPUs.
 
-    python train_gpt2.py     # without shards: a small GPT learns Shakespeare
+    python train_gpt2.py     # train a small GPT on Shakespeare (or on shards)
     python fineweb.py        # tokenize FineWeb-Edu into edu_fineweb10B/*.npy
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
     tail -f log/log.txt      # lines of the form "<step> <metric> <value>"
@@ -11,8 +11,8 @@ fine-tuning uses those in FINETUNE. Ctrl-C saves the run and stops it. To
 resume the run, repeat the command.
 
 One idea keeps the script simple: the data of a step is a pure function of
-(seed, step). It follows that a run is resumed by starting at a later step, and
-that the micro-batch size B and the number of GPUs affect only speed and memory.
+(seed, step). A run can therefore be resumed simply by starting at a later step,
+and the micro-batch size B and the number of GPUs affect only speed and memory.
 (Rounding errors and, with dropout > 0, the dropout masks do depend on them.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
@@ -94,7 +94,7 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
     epochs: float = 0.0             # passes over the data; if above 0, this sets max_steps
-    minutes: float = 0.0            # if above 0, max_steps is set to what fits into this time
+    minutes: float = 0.0            # if above 0, train for as many steps as fit into this time
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -138,7 +138,10 @@ FINETUNE = dict(
 PLACEHOLDER = 2.0**17  # no real weight is this large
 
 def draw_later(layer, std=0.02):
-    """Let init_weights() draw a layer's weight from Normal(0, std). Set its bias to 0."""
+    """Mark a layer's weight, to be drawn from Normal(0, std) by init_weights(). Return the layer.
+
+    Set its bias to 0.
+    """
     nn.init.constant_(layer.weight, PLACEHOLDER)
     layer.weight.init_std = std
     if getattr(layer, "bias", None) is not None:
@@ -164,9 +167,9 @@ def init_weights(model):
 class GPTConfig:
     """The constants of a model, with GPT-2's as defaults.
 
-    When a new model is trained, block_size is T in Config, vocab_size and n_vocab come from the
-    encoding, and all others have the values in Config. When given weights are trained, all
-    constants except dropout come from the weights (see build_model).
+    For a new model, block_size is T in Config, vocab_size and n_vocab come from the encoding, and
+    all others have the values in Config. If training starts from existing weights, the weights
+    determine all constants except dropout (see build_model).
     """
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded to a multiple of 128
@@ -186,7 +189,7 @@ class GPTConfig:
         return 0.02 / math.sqrt(2 * self.n_layer)
 
 def padded(n_vocab):
-    """Return n_vocab rounded up to a multiple of 128, since GPUs multiply such sizes faster."""
+    """Return n_vocab rounded up to a multiple of 128, a size that GPUs multiply faster."""
     return math.ceil(n_vocab / 128) * 128
 
 Norm = nn.LayerNorm  # the class of all norms in the model: edit this line to try a different one
@@ -324,7 +327,7 @@ class GPT(nn.Module):
         return model
 
 def build_model(cfg, encoding, weights=None):
-    """Return the GPT to train, new or with given weights.
+    """Return the GPT to train: a new one, or one that starts from `weights`.
 
     A resumed run also builds its model here. The weights in the checkpoint are loaded afterwards.
 
@@ -385,8 +388,8 @@ class DataLoaderLite:
         row_order = permutation(self.shuffle, rows, self.seed, epoch, number)  # 1, 2, 0
         start = int(row_order[visited_in_shard]) * self.T            # 20
         if self.recut:
-            # Move all rows of this epoch to the left (the first one cannot move). The multiples of
-            # 0.618 T, modulo T, are far apart
+            # Move all rows of this epoch to the left (the first one cannot move). Multiples of
+            # 0.618 T, modulo T, are far apart, so epochs that follow each other get different rows
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return number, start
@@ -429,7 +432,7 @@ def permutation(shuffle, n, *key):
     return np.random.RandomState(key).permutation(n) if shuffle else np.arange(n)
 
 def rows_before(cfg, step):
-    """Return the number of rows that all steps before `step` read.
+    """Return the total number of rows that the steps before `step` have read.
 
     To let the batch grow during training, edit this function. The script derives the data of each
     step, the token counts and the curves from it.
@@ -568,7 +571,7 @@ class State:
 
 @dataclass
 class Run:
-    """The objects that train() uses. Each start builds them anew; only State survives a restart."""
+    """The objects that train() uses. All except State are built again when a run is resumed."""
     cfg: Config
     state: State
     device: torch.device
@@ -686,7 +689,7 @@ def train(run):
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save first, so that no steps are lost if an evaluation fails. save() skips a step that
-            # was just loaded, and step 0 of a new model, which the seed reproduces
+            # was just loaded, and step 0 of a new model, which can be built again from the seed
             run.folder.save(state)
         if due(cfg.eval_every, run):
             validate(run)
@@ -884,8 +887,8 @@ def newest_checkpoint(folder):
 def checkpoint_to_export(folder):
     """Return the path of the undamaged checkpoint to sample from and to export, or None.
 
-    It is the newest one, unless the validation loss has risen again (overfitting): then it is the
-    one with the lowest validation loss.
+    It is the newest one or, if the validation loss has risen again (overfitting), the one with the
+    lowest validation loss.
     """
     found = find_checkpoints(folder)
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
@@ -913,7 +916,7 @@ def read_metrics(folder):
         metrics[metric].append((int(step), float(value)))
     return metrics
 
-# ---- The checksum of the code. It shows that the code was edited after a checkpoint was written
+# ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
 def code_checksum():
     """Return a CRC-32 of the code that a run depends on, without comments.
@@ -1029,8 +1032,8 @@ def check_same_function(ours, hf, end_of_text):
     """
     c = ours.config
     idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    # Put an end of text in the middle. If an edit stops attention there, the logits differ, because
-    # transformers' model has no such rule
+    # Put an end-of-text token in the middle. If an edit stops attention there, the logits differ,
+    # because transformers' model has no such rule
     idx[0, c.block_size // 2] = end_of_text
     theirs = hf.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
@@ -1106,7 +1109,7 @@ def rank():
     return int(os.environ.get("RANK", 0))
 
 def world_size():
-    """Return the number of processes that torchrun starts. It is known before they form a group.
+    """Return the number of processes that torchrun starts, even before the process group exists.
 
     Slurm may set WORLD_SIZE without RANK. In that case there is one process.
     """
@@ -1230,7 +1233,10 @@ def pick_dtype(choice, device):
     return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
 
 def pick_compile(choice, device):
-    """Return whether to use torch.compile. It needs Triton, which needs capability 7.0."""
+    """Return whether to use torch.compile.
+
+    It needs Triton, which needs a GPU with compute capability 7.0 or higher.
+    """
     if choice != "auto":
         return choice
     has_triton = importlib.util.find_spec("triton") is not None  # often missing on Windows
@@ -1240,7 +1246,7 @@ def pick_compile(choice, device):
 def set_attention(cfg, device, dtype):
     """Disable kernels of scaled_dot_product_attention that are slow or wrong in this run."""
     # On a CPU in bfloat16, the backward pass of flash attention is slow for short rows: it takes
-    # 11.8 ms of a quick-start step (T=64), while the other kernel takes 5.6 ms
+    # 11.8 ms of a quick-start step (T=64), while the math kernel takes 5.6 ms
     short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
     torch.backends.cuda.enable_flash_sdp(not short)  # despite its name, it also applies to CPUs
     # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
@@ -1339,7 +1345,7 @@ def mask_corrections(batches):
     """Return a factor per micro-batch that keeps the mean exact if targets are masked.
 
     The loss of a step is the mean over all its targets. The mean of the micro-batches' losses is
-    the same number only if all micro-batches have equally many targets that are not -100.
+    the same number only if all micro-batches have the same number of targets that are not -100.
     Otherwise, multiply each loss by (number of its targets) / (mean number per micro-batch, over
     all processes). In the unedited file, no target is masked, and each
     factor is 1.
@@ -1459,7 +1465,7 @@ def check_same_training(saved, cfg, fingerprint):
                         "this change, or choose a different --log_dir.")
 
 class RunFolder:
-    """Writes log_dir, on rank 0 only. A background thread writes checkpoints and plots.
+    """The files in log_dir. Only rank 0 writes them; a background thread writes checkpoints.
 
     fingerprint: identifies the training data. lock: from lock_run_folder(); it is held for the
     lifetime of this object.
@@ -1625,8 +1631,8 @@ def open_log(path, step):
     file.truncate(kept)
     return file
 
-# ---- Starting a run, in the order of the calls: main, run_command, resolve_config, set_up. Before
-# a file of the run is changed, all settings are final, and data, checkpoint and model are checked.
+# ---- Starting a run, in the order of the calls: main, run_command, resolve_config, set_up. No file
+# of the run is changed before all settings are final and data, checkpoint and model were checked.
 
 PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 
@@ -1675,16 +1681,16 @@ class Start:
 def resolve_config(flags, device=torch.device("cpu")):
     """Return (cfg, what to start from, the first lines to print).
 
-    First the preset is chosen, and with it the weights or the checkpoint are found. Then each
+    First the preset is chosen. Then the weights or the checkpoint are found. After that, each
     constant gets its value from the last of these sources that sets it:
 
     1. the default in Config
     2. when fine-tuning, the weights: they suggest max_lr and T
-    3. the preset: SMALL for a text file, FINETUNE for a text file and given weights
-    4. the given weights: they determine the model's shape and the encoding
+    3. the preset: SMALL for a text file, FINETUNE for a text file and pretrained weights
+    4. the weights: they determine the model's shape and the encoding
     5. the flags. A flag that contradicts the weights raises UserError
 
-    At last B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
+    Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, resolve_max_steps() computes it once the data have been opened.
     """
     preset_name, preset, note = choose_preset(flags)
@@ -1788,7 +1794,10 @@ def check_flags_against_weights(flags, determined, weights):
                             f"leave out --{name}.")
 
 def describe_preset(preset_name, cfg, names):
-    """Return a description of the preset: its name, the reason for it, and the named constants."""
+    """Return a description of the preset: its name, the reason for it, and values in cfg.
+
+    names: the constants whose values are shown.
+    """
     if preset_name == "Config":
         return "Config, since data is a folder of shards"
     values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in names)
@@ -1863,7 +1872,7 @@ def set_up(cfg, device, start=Start()):
 def resolve_max_steps(cfg, train_loader, saved, make_run):
     """Return max_steps, computed from `minutes` or `epochs` if one of them is set.
 
-    A resumed run keeps the max_steps that its minutes once gave.
+    A resumed run keeps the max_steps that was computed from `minutes` when it began.
     make_run: a function that builds a Run, for the trial steps of steps_that_fit().
     """
     if cfg.minutes:
@@ -2022,7 +2031,7 @@ def add_time(run, seconds):
         run.state.minutes += seconds / 60
 
 def check_step(run, step, losses, norms):
-    """Raise UserError if processes disagree or the model has diverged. run.json gets the message.
+    """If processes disagree or the model has diverged, write this to run.json and raise UserError.
 
     losses, norms: those of a step, one value per process.
     """

@@ -445,6 +445,11 @@ def run_forked(path, words, env, arrange, cwd, ascii_stdout, hide):
         method(Arrange(t), *(values if isinstance(values, tuple) else [values]))
     t.main()
 
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path_factory, monkeypatch):
+    """Run each test in an empty folder, so that the runs in a user's clone do not affect it."""
+    monkeypatch.chdir(tmp_path_factory.mktemp("empty"))
+
 @pytest.fixture(scope="session", autouse=True)
 def forked_outputs(tmp_path_factory):
     """Make the folder for the output of forked runs. Kill the runs that the tests leave behind."""

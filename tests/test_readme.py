@@ -22,6 +22,8 @@ TEXT = FENCE.sub("\n", README)                    # everything else
 INLINE = re.findall(r"`([^`]+)`", re.sub(r"(?<!\n)\n(?!\n)", " ", TEXT))
 HUB = {"gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl"}
 INPUTS = {"my.txt", "my_texts"}                   # the reader's own files
+# What the README's commands write into the clone, which the reader may have run before the tests
+MADE_BY_COMMANDS = ("log*", "edu_fineweb10B", "my_shards", "hf_*", "compare.png")
 
 # ---- flags of the scripts
 def constants_of(name):
@@ -95,7 +97,9 @@ class Session:
     made: the names of files and folders that exist at this point.
     """
     def __init__(self):
-        self.made = {path.name for path in ROOT.iterdir()} | INPUTS
+        names = {path.name for path in ROOT.iterdir()}
+        self.made = INPUTS | {name for name in names if not any(
+            Path(name).match(pattern) for pattern in MADE_BY_COMMANDS)}
 
     def run(self, words):
         """Check a command and record what it writes. Raise AssertionError if it cannot work."""
