@@ -10,10 +10,10 @@ token ids in an .npy file: uint16, or uint32 if the encoding has more than
 shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as without the interruption.
 
-This file also holds the helpers that all three scripts share. They cannot be in
-train_gpt2.py. That script runs as the module __main__, so importing it
-here would load it a second time and create a second UserError class. Each
-worker process would also have to import torch.
+This file also holds the helpers that all three scripts share. They are not in
+train_gpt2.py for two reasons. If fineweb.py imported train_gpt2.py while that
+script is running as __main__, Python would load it a second time and create a
+second UserError class. Each worker process would also have to import torch.
 """
 import argparse
 import contextlib
@@ -179,7 +179,7 @@ def remove_unfinished(folder):
         part.unlink()
 
 def lock_folder(folder):
-    """Lock a folder so that no other run uses it, and return the lock.
+    """Lock a folder so that no other run uses it, and return the lock. Make the folder if needed.
 
     The caller must keep a reference to it. The lock is released when the object is deleted or when
     this process ends for any reason. Raise UserError if another process holds the lock. If the disk
@@ -225,11 +225,12 @@ def parse_flags(cls, doc, presets=None):
 def make_config(cls, values):
     """Return cls(**values), with every value converted to the type of its field.
 
-    cls: a dataclass whose fields all have defaults. values: {name: value, or a string}.
+    cls: a dataclass whose fields all have defaults.
+    values: {name: value}, where a value may be a string such as "1e3".
     Raise UserError for an unknown name, a constant without a type, or an impossible value.
     """
     types = cls.__annotations__
-    for name in vars(cls):
+    for name in vars(cls):  # an edit may have added a constant without a type
         if not name.startswith("_") and name not in types:
             raise UserError(f"{name} in Config lacks a type: write {name}: int = 1, for example.")
     for name in values:
@@ -309,7 +310,7 @@ def read_batches(urls, start_file, start_row):
     if a file cannot be read.
     """
     import fsspec  # datasets and torch depend on it, so it is always installed
-    row = start_row  # counts the rows that have been read
+    row = start_row  # the next row to read in the current file
     for file_number in range(start_file, len(urls)):
         url = urls[file_number]
         is_parquet = url.endswith(".parquet")
@@ -429,8 +430,8 @@ def answer_requests(connection, encoding_name):
         except OSError:
             return
 
-# Ctrl-C sends SIGINT to all processes of the terminal, and a cluster may send SIGTERM to all
-# processes of a job. Only the main process acts on them, because workers end when it does.
+# Ctrl-C sends SIGINT to every foreground process in the terminal, and a cluster may send SIGTERM to
+# every process in a job. Only the main process acts on them, because workers end when it does.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
@@ -439,8 +440,9 @@ def new_processes_ignore_signals():
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
-    # A new process inherits the blocked signals of the thread that starts it. Multiprocessing
-    # unblocks signals when it starts its resource tracker, so let it do that first.
+    # A new process inherits the blocked signals of the thread that starts it. This does not protect
+    # the main process, whose other threads still receive signals: see signals_deferred().
+    # Multiprocessing unblocks signals when it starts its resource tracker, so let it do that first.
     resource_tracker.ensure_running()
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -450,10 +452,10 @@ def new_processes_ignore_signals():
 
 @contextlib.contextmanager
 def signals_deferred():
-    """Defer STOP_SIGNALS that the main process receives during the block until the block ends.
+    """Hold back STOP_SIGNALS sent to the main process until the block ends, and then handle them.
 
-    Otherwise it might end while it starts a worker, and the unfinished worker would print a
-    traceback.
+    Otherwise end_at_once() might end the process while it starts a worker, and the unfinished
+    worker would print a traceback.
     """
     arrived = []
     handlers = {}
@@ -580,27 +582,29 @@ def write_into_local_dir(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir that this run keeps.
 
-    If they were made with the same settings from the same files, keep all shards before the first
-    one whose file is missing. Otherwise keep none, but raise UserError if local_dir has training
-    shards, so that no work is lost. (A validation shard alone is the result of a corpus that was
-    too short.)
+    These are the shards in the manifest, up to the first one whose file is missing. Raise UserError
+    if local_dir has training shards that were made with different settings or from different files.
+    If it has no training shards, start anew: a lone validation shard is left over from a corpus
+    that was too short, and is overwritten.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
-    problem = (f"{folder}/ holds shards, but no manifest.json that says how they were made: "
-               f"restore it, or choose a different --local_dir.")
-    if manifest.exists():
-        before, shards = read_manifest(manifest)
-        now = settings_of(cfg, source_files(shards, files))
-        changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
-                   for name in {**before, **now} if before.get(name) != now.get(name)]
-        if not changes:
-            return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
-        problem = (f"The shards in {folder}/ were made with different settings or files "
-                   f"({'; '.join(changes[:3])}): undo this change, or choose a different "
-                   f"--local_dir.")
-    if any(folder.glob("*_train_*.npy")):  # they would be overwritten
-        raise UserError(problem)
+    has_training_shards = any(folder.glob("*_train_*.npy"))
+    if not manifest.exists():
+        if has_training_shards:
+            raise UserError(f"{folder}/ holds shards, but no manifest.json that says how they were "
+                            f"made: restore it, or choose a different --local_dir.")
+        return []
+    before, shards = read_manifest(manifest)
+    now = settings_of(cfg, source_files(shards, files))
+    changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
+               for name in {**before, **now} if before.get(name) != now.get(name)]
+    if not changes:
+        return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
+    if has_training_shards:
+        raise UserError(f"The shards in {folder}/ were made with different settings or files "
+                        f"({'; '.join(changes[:3])}): undo this change, or choose a different "
+                        f"--local_dir.")
     return []
 
 def cut_shards(results, shard_size, dtype, start, n_files):

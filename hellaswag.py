@@ -123,8 +123,8 @@ def tokenize(example, encode=gpt2_encode):
     encode: a function from a text to its token ids.
     """
     # An ending continues the context, so it must not be encoded as the start of a text, where some
-    # tokenizers add a token or a space. Encode "a he sings" for the ending "he sings", and remove
-    # the tokens of "a". With GPT-2's encoding, the tokens of " he sings" are left.
+    # tokenizers add a token or a space. Therefore put the word "a" in front of the ending, and then
+    # remove the tokens of "a". With GPT-2's encoding, "he sings" becomes the tokens of " he sings".
     n_tokens_of_a = len(encode("a"))
     endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings
@@ -225,7 +225,10 @@ def prepare_for_training(model, encode):
 # ------------------------------------------------------------------------------------ scoring
 # Compute the loss of each ending. A model only has to return logits for token ids.
 def rank_and_world_size():
-    """Return this process's rank and the number of processes; (0, 1) without a process group."""
+    """Return this process's rank and the number of processes; (0, 1) without a process group.
+
+    This does not read torchrun's environment, because models may also be scored in a notebook.
+    """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
@@ -321,9 +324,9 @@ def score(args):
     """
     examples = itertools.islice(iterate_examples("val"), args.limit)
     model, encode = load_model(args.model, args.device)
-    # Published scores were computed in float32, so do not use autocast. GPT-2's logits are near
-    # -35, where neighbouring bfloat16 numbers differ by 1/4. TF32 is fine: it makes GPUs faster
-    # and rounds only the inputs of matrix multiplications, not the logits.
+    # This command computes in float32, like published scores. (train_gpt2.py uses its own dtype.)
+    # GPT-2's logits are near -35, where neighbouring bfloat16 numbers differ by 1/4. TF32 is fine:
+    # it makes GPUs faster and rounds only the inputs of matrix multiplications, not the logits.
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

@@ -1,6 +1,6 @@
 """Train GPT-2 from scratch, in one file, on a CPU or on many GPUs.
 
-    python train_gpt2.py     # train a small GPT on Shakespeare (or on shards)
+    python train_gpt2.py     # without shards: train a small GPT on input.txt
     python fineweb.py        # tokenize FineWeb-Edu into edu_fineweb10B/*.npy
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
     tail -f log/log.txt      # lines of the form "<step> <metric> <value>"
@@ -16,8 +16,8 @@ and the micro-batch size B and the number of GPUs affect only speed and memory.
 (Rounding errors and, with dropout > 0, the dropout masks do depend on them.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
-what long runs need in practice. Code marked "For edits:" matters only in an
-edited copy of this file. In the unedited file it has no effect.
+what long runs need in practice. Code marked "For edits:" makes a difference
+only in an edited copy of this file.
 """
 import ast
 import contextlib
@@ -85,7 +85,7 @@ class Config:
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a model or run folder, or a .pt file
-    # The optimizer. GPT-3's max_lr: 124M 6e-4, 350M 3e-4, 774M 2.5e-4, 1.5B 2e-4
+    # The optimizer. GPT-3's max_lr for models of about these four sizes: 6e-4, 3e-4, 2.5e-4, 2e-4
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
     max_lr: float = 6e-4            # learning rate after warmup (when fine-tuning: 0.1 / n_embd)
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
@@ -133,14 +133,15 @@ FINETUNE = dict(
 
 # ---- Initial weights. Each one is a function of its name and of the seed given to torch, so adding
 # a layer does not change the initial weights of the other layers. The name of a weight is known
-# only after the whole GPT has been built. Until then each of its entries is a placeholder, which
-# init_weights() replaces
+# only after the whole GPT has been built. Therefore draw_later() first fills a weight with a
+# placeholder. At the end of GPT.__init__, init_weights() replaces each entry that is still equal to
+# the placeholder, and keeps entries that a module has set itself
 PLACEHOLDER = 2.0**17  # no real weight is this large
 
 def draw_later(layer, std=0.02):
-    """Mark a layer's weight, to be drawn from Normal(0, std) by init_weights(). Return the layer.
+    """Mark a layer's weight, so that init_weights() draws it from Normal(0, std).
 
-    Set its bias to 0.
+    Set the layer's bias to 0. Return the layer.
     """
     nn.init.constant_(layer.weight, PLACEHOLDER)
     layer.weight.init_std = std
@@ -152,12 +153,12 @@ def draw_later(layer, std=0.02):
 def init_weights(model):
     """Draw the weights of all layers that were given to draw_later().
 
-    Entries that a module has set itself, and that therefore are not placeholders, are kept. A
-    weight must not be scaled or copied before this function has drawn it: check_parameters() would
-    find the changed placeholders and raise an error.
+    A weight must not be scaled or copied before this function has drawn it: check_parameters()
+    would find the changed or copied placeholders and raise an error.
     """
     for name, p in model.named_parameters():  # a weight that two layers share is listed once
         if hasattr(p, "init_std"):
+            # initial_seed() is the seed that build_model() has given to torch
             generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
@@ -189,7 +190,7 @@ class GPTConfig:
         return 0.02 / math.sqrt(2 * self.n_layer)
 
 def padded(n_vocab):
-    """Return n_vocab rounded up to a multiple of 128, a size that GPUs multiply faster."""
+    """Return n_vocab rounded up to a multiple of 128. GPUs multiply such matrices faster."""
     return math.ceil(n_vocab / 128) * 128
 
 Norm = nn.LayerNorm  # the class of all norms in the model: edit this line to try a different one
@@ -251,11 +252,12 @@ class GPT(nn.Module):
             ln_f=Norm(config.n_embd)))
         self.dropout = nn.Dropout(config.dropout)
         # The output layer shares the matrix of the input embedding, since similar tokens should
-        # have similar vectors in both. This removes 39 M parameters (Press and Wolf 2017)
+        # have similar vectors in both (Press and Wolf 2017). This saves 39 M parameters
         self.lm_head = draw_later(nn.Linear(config.n_embd, config.vocab_size, bias=False))
         self.lm_head.weight = self.transformer.wte.weight  # to untie the two, remove this line
         init_weights(self)
-        with torch.no_grad():  # forward() drops the logits of the padding, so its rows remain 0
+        # The padding rows remain 0: they get no gradient, because forward() drops their logits
+        with torch.no_grad():
             self.transformer.wte.weight[config.n_vocab:] = 0
         self.eval()  # only train_step() switches to training mode
 
@@ -333,8 +335,8 @@ def build_model(cfg, encoding, weights=None):
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
-    parameters do not become parameters of the model, and move it with .to(idx.device) where you
-    use it.
+    parameters do not become parameters of the model. Before you call it in GPT.forward, move it
+    with .to(idx.device).
     """
     torch.manual_seed(cfg.seed)  # init_weights() derives its random draws from this seed
     if weights is None:
@@ -373,10 +375,10 @@ class DataLoaderLite:
     def locate(self, row):
         """Return the number of the shard that holds a row, and the token at which the row begins.
 
-        Example: shards 0, 1 and 2 have 3, 5 and 4 rows, and T is 10. Row 17 is visited in epoch 1,
-        after 5 other rows. If this epoch visits the shards in the order 2, 0, 1, these are the 4
-        rows of shard 2 and one row of shard 0. If it visits the rows of shard 0 in the order
-        1, 2, 0, then row 17 is row 2 of shard 0. It begins at token 20.
+        Example: shards 0, 1 and 2 have 3, 5 and 4 rows, and T is 10. Suppose that epoch 1 visits
+        the shards in the order 2, 0, 1, and the rows of shard 0 in the order 1, 2, 0. Before row
+        17, it has visited 5 rows: the 4 rows of shard 2, and row 1 of shard 0. So row 17 is row 2
+        of shard 0, which begins at token 20.
         """
         epoch, visited = divmod(row, self.rows_per_epoch)            # 1, 5
         shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)  # 2, 0, 1
@@ -389,7 +391,7 @@ class DataLoaderLite:
         start = int(row_order[visited_in_shard]) * self.T            # 20
         if self.recut:
             # Move all rows of this epoch to the left (the first one cannot move). Multiples of
-            # 0.618 T, modulo T, are far apart, so epochs that follow each other get different rows
+            # 0.618 T, modulo T, are far apart, so consecutive epochs get different rows
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return number, start
@@ -421,8 +423,8 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return rows[:, :-1].clone(), rows[:, 1:].clone()
 
-# The cache holds 4 permutations: the shards, and the rows of the open shard, each for training and
-# for validation. All permutations together would need too much memory
+# The cache holds 4 permutations: of the shards, and of the rows of the open shard, each for
+# training and for validation. The permutations of all shards would need too much memory
 @lru_cache(maxsize=4)
 def permutation(shuffle, n, *key):
     """Return 0 ... n - 1, shuffled with `key` as the seed, or in order if `shuffle` is False.
@@ -491,8 +493,7 @@ class Muon(torch.optim.Optimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
         average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * gradient
-        # momentum * average + (1 - momentum) * gradient, with the new average
-        return p.grad.lerp(average, momentum).to(self.dtype)
+        return p.grad.lerp(average, momentum).to(self.dtype)  # the same mix, with the new average
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -506,7 +507,7 @@ class Muon(torch.optim.Optimizer):
                 # a different shape is treated as one matrix
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
                 for weight, G in zip(p.chunk(n), gradient.chunk(n)):  # weight is a view of p
-                    if G.size(0) > G.size(1):  # wide matrices are cheaper
+                    if G.size(0) > G.size(1):  # wide matrices are cheaper, so transpose tall ones
                         weight, G = weight.mT, G.mT
                     by_shape[G.shape].append((weight, G))
             for (_, columns), batch in by_shape.items():
@@ -517,8 +518,10 @@ class Muon(torch.optim.Optimizer):
 
 def configure_optimizers(raw_model, cfg, dtype=torch.float32):
     """Return [AdamW], or [AdamW, Muon] with Muon for the matrices in the blocks."""
-    in_blocks = raw_model.transformer.h.named_parameters() if cfg.optimizer == "muon" else []
-    for_muon = [(name, p) for name, p in in_blocks if p.dim() == 2 and p.requires_grad]
+    for_muon = []
+    if cfg.optimizer == "muon":
+        in_blocks = raw_model.transformer.h.named_parameters()
+        for_muon = [(name, p) for name, p in in_blocks if p.dim() == 2 and p.requires_grad]
     taken = {p for _, p in for_muon}
     others = [p for p in raw_model.parameters() if p.requires_grad and p not in taken]
     groups = [dict(params=[p for p in others if p.dim() >= 2], weight_decay=cfg.weight_decay),
@@ -548,12 +551,14 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time, excluding compilation, evaluation and saving
+    minutes: float = 0.0          # training time so far, without compiling, evaluating, saving
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
-        # Also sets initial_lr, which step_optimizers() reads. torch's schedulers use this name, too
-        record_hyperparameters(self.optimizers)
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["initial_lr"] = group["lr"]  # step_optimizers() scales it by the schedule
+        record_hyperparameters(self.optimizers)  # for load_optimizer()
 
     @property
     def eval_model(self):
@@ -571,18 +576,18 @@ class State:
 
 @dataclass
 class Run:
-    """The objects that train() uses. All except State are built again when a run is resumed."""
+    """The objects that train() uses. A resumed run builds them again, and then loads its State."""
     cfg: Config
     state: State
     device: torch.device
     encoding: tiktoken.Encoding
     ddp_model: nn.Module          # raw_model, wrapped in DDP if there are several processes
-    autocast: partial             # creates the context for matrix multiplications in cfg.dtype
+    autocast: partial             # returns torch.autocast's context manager for cfg.dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
     hellaswag: object             # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder"           # log_dir, or None while the speed is measured for --minutes
+    folder: "RunFolder"           # log_dir, or None in the temporary Run of steps_that_fit()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the last step that was validated
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -602,7 +607,8 @@ def validation_loss(run, loader, model=None):
     total, counted = torch.zeros(2, device=run.device)
     for row in range(rank() * cfg.B, n_rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        y[n_rows - row:] = -100  # in the last batch, ignore rows beyond n_rows; otherwise no row
+        if row + cfg.B > n_rows:  # the last batch has more rows than needed: ignore these
+            y[n_rows - row:] = -100
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
         total = total + loss * (y >= 0).sum()
@@ -627,9 +633,10 @@ def read_step(run):
 def train_step(run):
     """Take one optimizer step. Return the loss and the gradient norm before clipping.
 
-    The loss is this process's contribution: averaged over the processes, it is the mean loss over
-    all targets of the step. Both values are tensors on the device, so the CPU need not wait for the
-    GPU. (In float16 it does wait, since GradScaler has to know whether a gradient overflowed.)
+    The loss is the mean over this process's micro-batches. Its average over the processes is the
+    mean loss over all targets of the step. Both values are tensors on the device, so the CPU need
+    not wait for the GPU. (In float16 it does wait, since GradScaler has to know whether a gradient
+    overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
@@ -644,7 +651,8 @@ def train_step(run):
         # micro-step needs that; before it, gradients accumulate locally. The forward pass must
         # also be inside no_sync(), because DDP prepares the averaging in the forward pass
         is_last = row == batches[-1][0]
-        with contextlib.nullcontext() if is_last or world_size() == 1 else ddp_model.no_sync():
+        no_sync = contextlib.nullcontext() if is_last or world_size() == 1 else ddp_model.no_sync()
+        with no_sync:
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds gradients up. Divide by the number of micro-steps to get their mean
@@ -655,7 +663,7 @@ def train_step(run):
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: draw the same random numbers in all processes from here on
+    # For edits: this seed makes random numbers that are drawn below the same in all processes
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
@@ -718,10 +726,12 @@ def train(run):
 #
 #     state                  the attributes of State, from which a run is resumed
 #     eval_model             the weights used for samples, for the export and by init_from. They are
-#                            those of raw_model, unless an edit averages weights
+#                            those of raw_model (and stored only once), unless an edit averages them
 #     gpt_config, encoding   what is needed to use these weights
-#     constants, data, code  the constants, the corpus's fingerprint and the code's checksum of the
-#                            run that wrote the checkpoint. They are compared when it is resumed
+#     constants              the constants of the run that wrote the checkpoint,
+#     data                   the fingerprint of its corpus,
+#     code                   and the checksum of its code. When the run is resumed, these three are
+#                            compared with the current ones
 #
 # The functions of this section convert State to this content and back
 def checkpoint_of(state, cfg, fingerprint):
@@ -783,13 +793,9 @@ def moved(content, device):
     return content.to(device) if torch.is_tensor(content) else content
 
 def record_hyperparameters(optimizers):
-    """Store each optimizer group's hyperparameters, as set by the code, under "in_code".
-
-    Also store its learning rate as "initial_lr", which the schedule in step_optimizers() scales.
-    """
+    """Store each optimizer group's hyperparameters, as set by the code, under "in_code"."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
             group["in_code"] = {name: number for name, number in group.items()
                                 if name not in ("params", "param_names")}
 
@@ -803,10 +809,11 @@ def load_optimizer(optimizer, content):
     optimizer.load_state_dict(content | {"param_groups": groups})
 
 def resumed_group(saved, in_code):
-    """Return the hyperparameters with which an optimizer group is resumed.
+    """For edits: return the hyperparameters with which an optimizer group is resumed.
 
-    One that training has changed, such as a step count, keeps its saved value. All others, such as
-    betas and weight decay, get the value in the code, so that an edit takes effect.
+    All hyperparameters, such as betas and weight decay, get the value in the code, so that an edit
+    takes effect. The exceptions are those that training has changed, for example a step count that
+    an optimizer keeps in its groups. They keep the saved value.
 
     saved: the group in the checkpoint. in_code: the hyperparameters set by the current code.
     """
@@ -844,14 +851,15 @@ def read_checkpoint(path, mmap=True):
 def in_todays_form(content):
     """Convert a checkpoint written by an earlier version of this script to the current format.
 
-    Until November 2026, State's attributes were entries of the checkpoint itself. Some had other
-    names: eval_model was "model", raw_model was "trained", State's numbers were in "numbers", and
-    the classes of the optimizers were in "optimizer_names". Tokens were not counted.
+    In earlier versions, State's attributes were entries of the checkpoint itself. Until November
+    2026, some of them also had other names: eval_model was "model", raw_model was "trained",
+    State's numbers were in "numbers", and the classes of the optimizers were in "optimizer_names".
+    Tokens were not counted.
     """
     if "state" in content:
         return content
     content = dict(content)
-    if "model" in content:
+    if "model" in content:  # with the other names
         content["eval_model"] = content.pop("model")
         content["raw_model"] = content.pop("trained", content["eval_model"])
         content |= content.pop("numbers", {})
@@ -983,8 +991,8 @@ def load_hugging_face(name):
             raise ValueError(f"{unmatched[0]} is not in both models")
         for key, weight in source.items():
             weight = weight.t() if key.endswith(TRANSPOSED) else weight
-            # target[key] shares its memory with the model. Only the first rows are copied, since
-            # the model's embedding is padded
+            # target[key] shares its memory with the model. Only its first rows are overwritten,
+            # since our embedding is padded
             target[key][:len(weight)].copy_(weight)
         check_same_function(model, hf, end_of_text=c.vocab_size - 1)
     except Exception as e:  # files and networks may raise anything
@@ -1105,7 +1113,7 @@ def load_tensors(model, weights):
 # ---- Processes, random seeds and the machine. torchrun starts one process per GPU and numbers
 # them. "auto" chooses what is fast on this machine. If a GPU cannot be used, a message says why
 def rank():
-    """Return the number of this process, from 0. Only rank 0 prints and writes files."""
+    """Return this process's rank, counted from 0. Only rank 0 prints and writes files."""
     return int(os.environ.get("RANK", 0))
 
 def world_size():
@@ -1122,9 +1130,10 @@ def sum_over_ranks(tensor):
     return tensor
 
 def print0(text):
-    """Print a text on rank 0. Write it in one piece, because the saving thread also prints."""
+    """Print a text on rank 0 only, with one write, because the saving thread also prints."""
     if rank() == 0:
-        # Ignore a full disk (OSError), and a signal during another print (RuntimeError)
+        # Ignore the OSError of a full disk, and the RuntimeError that is raised when a signal
+        # handler prints during another print
         with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
 
@@ -1153,7 +1162,8 @@ def catch_signals(event):
 
     Without torchrun, a second Ctrl-C ends the process at once.
     """
-    alone = "RANK" not in os.environ  # torchrun passes Ctrl-C on, so each process gets it twice
+    # torchrun passes Ctrl-C on to its processes, so they receive each Ctrl-C twice
+    alone = "RANK" not in os.environ
 
     def receive(number, frame):
         if event.is_set() and number == signal.SIGINT and alone:
@@ -1173,11 +1183,11 @@ OTHER_TORCH = ("a torch build that supports old GPUs and drivers: pip install 't
 def pick_device(name):
     """Choose the torch.device for a name and prepare it for training.
 
-    Select the GPU and allow TF32, or make a CPU keep freed memory. Raise UserError if the device
+    On a GPU, select it and allow TF32. On a CPU, keep freed memory. Raise UserError if the device
     cannot be used.
     """
-    # torch's version ends in the CUDA version that it was built for (such as +cu130). Often the
-    # driver is too old for it
+    # Often the driver is too old for the CUDA version that torch was built for. This version is the
+    # end of torch.__version__ (such as +cu130)
     no_gpu = f"torch {torch.__version__} sees no GPU. Install a newer driver, or {OTHER_TORCH}"
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo cannot use MPS tensors
@@ -1213,9 +1223,9 @@ def check_gpu(device):
 def keep_freed_memory():
     """Make glibc keep freed memory for the next step. Without glibc (macOS, Windows), do nothing.
 
-    By default each array above 32 MB gets new memory, which the kernel has to clear. A CPU step of
-    the 124M model with 8 x 256 tokens in bfloat16 takes 2.0 s with this setting and 3.1 to 4.4 s
-    without it. Peak memory is 4.2 GB with it and 3.9 GB without it.
+    By default each array above 32 MB gets new memory, which the operating system has to clear. A
+    CPU step of the 124M model with 8 x 256 tokens in bfloat16 takes 2.0 s with this setting and 3.1
+    to 4.4 s without it. Peak memory is 4.2 GB with it and 3.9 GB without it.
     """
     with contextlib.suppress(OSError, AttributeError):
         libc = ctypes.CDLL("libc.so.6")
@@ -1419,9 +1429,8 @@ def loss_warning(run):
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
-# Constants that may always differ when a run is resumed. (epochs is one of them because max_steps,
-# which is computed from it, is compared. check_same_training() allows some changes of max_steps and
-# minutes)
+# Constants that may differ when a run is resumed. A change of epochs is noticed as a change of
+# max_steps. For max_steps and minutes, see check_same_training()
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -1487,7 +1496,8 @@ class RunFolder:
 
         First rename files that no longer apply: log.txt and the export (hf) if they belong to a
         different run, and the export if more training follows.
-        continues: whether the run is resumed.
+        continues: whether the run is resumed. If it is not, all files in log_dir belong to a
+        different run.
         """
         if rank() != 0:
             return
@@ -1570,8 +1580,8 @@ class RunFolder:
     def prune(self, step):
         """Delete checkpoints that are older than `step` and need not be kept.
 
-        Of these older ones, keep the newest, the one with the lowest validation loss, and one every
-        keep_every steps.
+        Of these older ones, keep the newest and one every keep_every steps. Of all checkpoints,
+        keep the one with the lowest validation loss.
         """
         found = find_checkpoints(self.path)
         older = [old for old in found if old < step]  # the newest first
@@ -1623,7 +1633,7 @@ def open_log(path, step):
     file = open(path, "ab", buffering=0)  # each line is visible at once
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        # `number` is None for a line that the user added. Such a line is kept
+        # `number` is None for a line that the user added. Such a line does not end the loop
         number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
@@ -1631,8 +1641,9 @@ def open_log(path, step):
     file.truncate(kept)
     return file
 
-# ---- Starting a run, in the order of the calls: main, run_command, resolve_config, set_up. No file
-# of the run is changed before all settings are final and data, checkpoint and model were checked.
+# ---- Starting a run, in the order of the calls: main, run_command, resolve_config, set_up. The
+# run's files are not changed until all settings are final and the data, the checkpoint and the
+# model have been checked.
 
 PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 
@@ -1674,9 +1685,17 @@ def run_command(flags):
 
 @dataclass(frozen=True)
 class Start:
-    """What a command starts from. A new run with new weights has neither weights nor checkpoint."""
-    weights: Weights | None = None  # if given, they determine the model's shape and first values
-    checkpoint: dict | None = None  # if a run is resumed: its content, which is loaded afterwards
+    """What a command starts from. There are five cases:
+
+    - A new run with init_from=scratch has neither weights nor a checkpoint.
+    - A new run with a different init_from has the weights from there.
+    - A resumed run has its newest checkpoint.
+    - A resumed run that began with weights also has weights, taken from this checkpoint. They only
+      determine the shape of the model, because the checkpoint is loaded into it afterwards.
+    - --sample has the weights to sample from.
+    """
+    weights: Weights | None = None
+    checkpoint: dict | None = None  # its content
 
 def resolve_config(flags, device=torch.device("cpu")):
     """Return (cfg, what to start from, the first lines to print).
@@ -1691,19 +1710,20 @@ def resolve_config(flags, device=torch.device("cpu")):
     5. the flags. A flag that contradicts the weights raises UserError
 
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
-    `minutes`, resolve_max_steps() computes it once the data have been opened.
+    `minutes`, determine_max_steps() computes it once the data have been opened.
     """
     preset_name, preset, note = choose_preset(flags)
-    preliminary_cfg = make_config(Config, preset | flags)  # names log_dir and init_from
-    start = find_start(preliminary_cfg, device)
+    preliminary_cfg = make_config(Config, preset | flags)
+    start = find_start(preliminary_cfg, device)  # depends only on log_dir, init_from and sample
     suggested = suggested_by_weights(start.weights) if preset_name == "FINETUNE" else {}
     determined = determined_by_weights(start.weights) if start.weights else {}
     check_flags_against_weights(flags, determined, start.weights)
     cfg = make_config(Config, suggested | preset | determined | flags)
-    names = [*(suggested | preset | determined)]
-    lines = f"{note}settings  {describe_preset(preset_name, cfg, names)}"
+    shown = [*(suggested | preset | determined)]
+    lines = f"{note}settings  {describe_preset(preset_name, cfg, shown)}"
     if start.weights:
-        lines += f"\nweights   {describe_weights(start, determined, suggested | preset)}"
+        overridden_cfg = make_config(Config, suggested | preset)
+        lines += f"\nweights   {describe_weights(start, determined, overridden_cfg)}"
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
@@ -1722,7 +1742,7 @@ def choose_preset(flags):
         scratch = flags.get("init_from", Config.init_from) == "scratch"
         name = "SMALL" if scratch else "FINETUNE"
     preset = {"data": data} | PRESETS[name]
-    if "max_steps" in flags:  # an explicit max_steps overrides the preset's epochs and minutes
+    if "max_steps" in flags:  # overrides epochs and minutes, unless these are also flags
         preset = preset | {"epochs": 0.0, "minutes": 0.0}
     return name, preset, note
 
@@ -1740,7 +1760,6 @@ def find_start(cfg, device):
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
     weights = None
     if cfg.init_from != "scratch" and checkpoint:
-        # The run began with given weights, which may be gone. The checkpoint's have the same shape
         weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
     elif cfg.init_from != "scratch":
         weights = read_weights(cfg.init_from)
@@ -1796,7 +1815,7 @@ def check_flags_against_weights(flags, determined, weights):
 def describe_preset(preset_name, cfg, names):
     """Return a description of the preset: its name, the reason for it, and values in cfg.
 
-    names: the constants whose values are shown.
+    names: the names of the constants whose values are shown.
     """
     if preset_name == "Config":
         return "Config, since data is a folder of shards"
@@ -1804,13 +1823,13 @@ def describe_preset(preset_name, cfg, names):
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"{preset_name} instead of Config, since data is {reason}:\n{values}"
 
-def describe_weights(start, determined, overridden):
+def describe_weights(start, determined, overridden_cfg):
     """Return a description of the weights: their source and the constants that they change.
 
-    overridden: the constants of the sources that the weights override.
+    determined: {name: value} of the constants that the weights determine.
+    overridden_cfg: the Config as it would be without these.
     """
-    weights = start.weights
-    before = asdict(Config()) | overridden
+    weights, before = start.weights, asdict(overridden_cfg)
     changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in determined.items()
                if before[name] != value]
     other_code = ""
@@ -1857,9 +1876,10 @@ def set_up(cfg, device, start=Start()):
     train_loader, val_loader = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(train_loader), lock_run_folder(cfg.log_dir)
     check_weights_fit(start.weights, cfg, encoding)
+    # This function builds the Run, and before it perhaps a temporary one to measure the speed
     make_run = partial(build_run, device=device, start=start, encoding=encoding,
                        train_loader=train_loader, val_loader=val_loader)
-    cfg = replace(cfg, max_steps=resolve_max_steps(cfg, train_loader, saved, make_run))
+    cfg = replace(cfg, max_steps=determine_max_steps(cfg, train_loader, saved, make_run))
     if saved:
         check_same_training(saved, cfg, fingerprint)
     run = make_run(cfg, folder=RunFolder(cfg, fingerprint, lock))
@@ -1869,11 +1889,11 @@ def set_up(cfg, device, start=Start()):
     print0("\n".join([description(run, saved), *(f"!!! {warning}" for warning in warnings)]))
     return run
 
-def resolve_max_steps(cfg, train_loader, saved, make_run):
-    """Return max_steps, computed from `minutes` or `epochs` if one of them is set.
+def determine_max_steps(cfg, train_loader, saved, make_run):
+    """Return max_steps. It depends on the speed if `minutes` is set, and on the data for `epochs`.
 
-    A resumed run keeps the max_steps that was computed from `minutes` when it began.
-    make_run: a function that builds a Run, for the trial steps of steps_that_fit().
+    A resumed run keeps the max_steps that was measured when it began.
+    make_run: a function that builds the temporary Run that is measured.
     """
     if cfg.minutes:
         return saved["constants"]["max_steps"] if saved else steps_that_fit(cfg, make_run)
@@ -1968,7 +1988,8 @@ def wrap_in_ddp(raw_model):
 
 def description(run, saved):
     """Return the lines that describe a run at its start."""
-    cfg, state, rows = run.cfg, run.state, rows_before(run.cfg, 1)
+    cfg, state = run.cfg, run.state
+    rows = rows_before(cfg, 1)  # of step 0
     dtype, compiled = pick_dtype(cfg.dtype, run.device), pick_compile(cfg.compile, run.device)
     epochs = rows_before(cfg, cfg.max_steps) / run.train_loader.rows_per_epoch
     groups = [f"{sum(p.numel() for p in group['params']):,} in {len(group['params'])} tensors by "
@@ -2078,7 +2099,7 @@ def report_step(run, step, loss, norm):
     warn_of_slow_steps(run)
 
 def warn_of_slow_steps(run):
-    """Print one line, once, if CPU steps now take more than twice as long as the fastest one.
+    """Print one line, once, if CPU steps take more than twice as long as the fastest recent one.
 
     OpenMP threads wait for each other. If one of them shares its core with another program, all of
     them wait. With two threads on two cores, one other busy process slows a quick-start step from
@@ -2128,7 +2149,8 @@ def plot_curves(folder):
     for i, (title, names) in enumerate(panels.items()):
         axis = figure.add_subplot(len(panels), 1, i + 1)
         for name in names:
-            n = 1 + len(metrics[name]) // 200  # for smoothing, each point is the mean of n values
+            # For smoothing, each point is the mean of n values. Leave out an incomplete last group
+            n = 1 + len(metrics[name]) // 200
             points = [(rows_before(cfg, step) * cfg.T / 1e6, value)
                       for step, value in metrics[name][:len(metrics[name]) // n * n]]
             tokens, values = np.reshape(points, (-1, n, 2)).mean(axis=1).T
