@@ -920,7 +920,7 @@ def read_metrics(folder):
     path, metrics = Path(folder, "log.txt"), defaultdict(list)
     text = path.read_text(errors="replace") if path.exists() else ""
     # Leave out lines with nan or inf, which cannot be plotted
-    for step, metric, value in re.findall(r"^(\d+) (.+) (-?[\d.]+)$", text, re.M):
+    for step, metric, value in re.findall(r"^(\d+) (.+) (-?[\d.]+(?:e-\d+)?)$", text, re.M):
         metrics[metric].append((int(step), float(value)))
     return metrics
 
@@ -1004,7 +1004,8 @@ def load_hugging_face(name):
 def save_hugging_face(model, folder, encoding=None):
     """Write a folder with the model and its tokenizer that transformers can load.
 
-    Raise UserError if transformers would return different logits or token ids.
+    model: a GPT on the CPU. Raise UserError if transformers would return different logits or token
+    ids.
     """
     import transformers
     c = model.config
@@ -1014,15 +1015,14 @@ def save_hugging_face(model, folder, encoding=None):
         n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
         n_ctx=c.block_size))  # llama.cpp's converter requires n_ctx
     hf.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
-    ours, weights = GPT(c), {}  # an uncompiled copy on the CPU
-    ours.load_state_dict(model.state_dict())
-    for key, weight in ours.state_dict().items():
+    weights = {}
+    for key, weight in model.state_dict().items():
         if key in ("transformer.wte.weight", "lm_head.weight"):
             weight = weight[:c.n_vocab]
         weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
     try:
         hf.load_state_dict(weights)
-        check_same_function(ours, hf, end)
+        check_same_function(model, hf, end)
         tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
     except (RuntimeError, ValueError) as e:
         raise UserError("transformers would give different results "
@@ -1383,6 +1383,24 @@ def check_parameters(raw_model, optimizers):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
+@torch.no_grad()
+def check_same_weights(raw_model):
+    """Raise UserError if the processes have different weights.
+
+    DDP averages the gradients, so they are the same even then. Each process would train a model of
+    its own, for example if an edit skips an update because of the loss of one process.
+    """
+    if world_size() == 1:
+        return
+    norm = nn.utils.get_total_norm(list(raw_model.parameters()))
+    norms = [torch.empty_like(norm) for _ in range(world_size())]
+    dist.all_gather(norms, norm)
+    norms = torch.stack(norms).tolist()
+    if max(norms) - min(norms) > 1e-5 * max(norms):  # allows for rounding
+        raise UserError(f"The weights of the processes have norms from {min(norms):.7g} to "
+                        f"{max(norms):.7g}, so they train different models. Decide about an update "
+                        "by numbers that are the same in all processes.")
+
 def check_rows(cfg, step, rows):
     """Raise UserError if the rows of a step are not a multiple of B * processes."""
     if rows < 1 or rows % (cfg.B * world_size()):
@@ -1634,7 +1652,7 @@ def open_log(path, step):
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
         # `number` is None for a line that the user added. Such a line does not end the loop
-        number = re.match(rb"(\d+) .+ (-?[\d.]+|nan|-?inf)$", line)
+        number = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
         if not line.endswith(b"\n") or (number and int(number[1]) >= step):
             break
         kept += len(line)
@@ -2024,13 +2042,17 @@ def report(run, step, metric, value, note="", print_always=False):
         return
     write_log(run, step, metric, value)
     if print_always or (run.cfg.print_every and step % run.cfg.print_every == 0):
-        print0(f"{step:5d}/{run.cfg.max_steps} {metric} {value:.4f}{note}")
+        print0(f"{step:5d}/{run.cfg.max_steps} {metric} {formatted(value, 4)}{note}")
+
+def formatted(value, digits):
+    """Return a number as text. For edits: a small one, such as a learning rate, has an exponent."""
+    return f"{value:.{digits}e}" if 0 < abs(value) < 1e-3 else f"{value:.{digits}f}"
 
 def write_log(run, step, metric, value):
     """Append a line to log.txt."""
     if rank() == 0:
         with contextlib.suppress(OSError):  # a full disk
-            run.folder.log.write(f"{step} {metric} {value:.6f}\n".encode())
+            run.folder.log.write(f"{step} {metric} {formatted(value, 6)}\n".encode())
 
 def gather_from_ranks(loss, norm, signal_came):
     """Return three lists with one entry per process: loss, norm, whether it received a signal."""
@@ -2117,6 +2139,7 @@ def warn_of_slow_steps(run):
 
 def validate(run):
     """Report the validation loss and the minutes of training. Return the loss."""
+    check_same_weights(run.state.raw_model)
     loss, step = validation_loss(run, run.val_loader), run.state.step
     bits = loss * run.tokens_per_byte / math.log(2)
     report(run, step, "val", loss, note=f" ({bits:.4f} bits per byte)", print_always=True)
@@ -2182,10 +2205,17 @@ def print_sample(run):
             text = sample_text(state.eval_model, run.encoding, cfg, seed=cfg.seed + state.step)
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
+def trained_model(cfg, encoding, weights):
+    """Return the model with these weights, built in the same way as for training."""
+    model = build_model(cfg, encoding, weights)
+    # For edits: an edit of build_model() may have changed the weights
+    model.load_state_dict(weights.tensors, strict=False)
+    return model
+
 def sample_only(cfg, device, weights):
     """Print cfg.sample samples from the given weights, computed in the dtype of the weights."""
-    model = GPT.from_pretrained(weights, **model_constants(cfg)).to(device)
     encoding = get_encoding(cfg.encoding)
+    model = trained_model(cfg, encoding, weights).to(device)
     if is_of_other_code(weights.code):
         print0(f"!!! {weights.source} was written by different code.")
     print0(f"Samples from {weights.source}:")
@@ -2275,12 +2305,15 @@ def export(run):
     """Export the best weights to log_dir/hf. If that is not possible, print the reason."""
     path = run.folder.path
     try:
-        model, best = run.state.eval_model, checkpoint_to_export(path)
-        if best:  # None for a new model with max_steps=0, which has no checkpoint
-            model = GPT.from_pretrained(best, **model_constants(run.cfg))
+        best = checkpoint_to_export(path)
+        if best:
+            content = read_checkpoint(best)
+        else:  # a new model with max_steps=0 has no checkpoint
+            content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
+        weights = weights_in_checkpoint(content, str(best or "the model"))
+        model = trained_model(run.cfg, run.encoding, weights)
         save_hugging_face(model, path / "hf", run.encoding)
-        print0(f"exported {best or 'the model'} to {path / 'hf'}/, for transformers and "
-               "hellaswag.py")
+        print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and hellaswag.py")
     except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {first_line(e)}.")
 

@@ -653,3 +653,61 @@ def test_dropout_is_applied_where_gpt2_applies_it(is_gpt2):
         model(ids())
     assert [call.args[1] for call in dropout.call_args_list] == [0.5] * (1 + 2 * 2)
     assert [call.kwargs["dropout_p"] for call in attention.call_args_list] == [0.5] * 2
+
+def update_of_one_process(arrange, _):
+    """Let the process with rank 1 skip its first update, as if its own loss had decided so."""
+    def step_optimizers(state, *args):
+        if t.rank() == 1 and state.step == 0:
+            for optimizer in state.optimizers:
+                optimizer.zero_grad()
+        else:
+            real(state, *args)
+    real, arrange.t.step_optimizers = arrange.t.step_optimizers, step_optimizers
+
+def test_processes_with_different_weights_are_reported_at_a_validation(folder):
+    """DDP averages the gradients, so their norms do not show that the weights differ."""
+    statuses, runs = together(2, folder / "apart", arrange={update_of_one_process: 0}, eval_every=5)
+    assert statuses == [1, 1]
+    assert "The weights of the processes have norms from" in runs[0].err
+    assert not [step for step, metric in read_log(folder / "apart") if metric == "val" and step > 0]
+
+def scaled_mlp(arrange, scale):
+    """Multiply the output of each MLP by an attribute that build_model() sets."""
+    def forward(self, x):
+        return self.scale * real_forward(self, x)
+    def build_model(*args):
+        model = real_build(*args)
+        for block in model.transformer.h:
+            block.mlp.scale = scale
+        return model
+    real_forward, arrange.t.MLP.forward = arrange.t.MLP.forward, forward
+    arrange.t.MLP.scale = 1.0
+    real_build, arrange.t.build_model = arrange.t.build_model, build_model
+
+def write_scale_of_sample(arrange, path):
+    """Write the scale of the model that is sampled to a file."""
+    def sample_text(model, *args, **words):
+        path.write_text(str(model.transformer.h[0].mlp.scale))
+        return real(model, *args, **words)
+    real, arrange.t.sample_text = arrange.t.sample_text, sample_text
+
+@pytest.mark.usefixtures("is_gpt2")
+def test_an_edit_of_build_model_also_applies_to_samples_and_the_export(folder):
+    """A model that transformers computes differently is not exported. Samples use this model."""
+    run = succeed(Forked(folder / "scaled", max_steps=5, hide=(), arrange={scaled_mlp: 100.0}))
+    assert "Not exported: transformers would give different results (logits differ" in run.out
+    assert not (run.log_dir / "hf").exists()
+    seen = folder / "seen"
+    succeed(Forked(run.log_dir, sample=1, arrange={scaled_mlp: 100.0, write_scale_of_sample: seen}))
+    assert seen.read_text() == "100.0"
+
+def test_small_values_keep_their_digits_in_the_log(tmp_path):
+    """report() accepts values such as learning rates. read_metrics() reads them back."""
+    run = mock.MagicMock(cfg=t.Config())
+    run.folder.log = open(tmp_path / "log.txt", "wb")
+    for value in (7e-5, -3.2e-8, 0.0, 0.25):
+        t.write_log(run, 3, "gate", value)
+    run.folder.log.close()
+    assert [value for _, value in t.read_metrics(tmp_path)["gate"]] == [7e-5, -3.2e-8, 0.0, 0.25]
+    t.open_log(tmp_path / "log.txt", 3).close()
+    assert not (tmp_path / "log.txt").read_bytes()  # all lines were of step 3
