@@ -541,8 +541,9 @@ class State:
 
     A checkpoint saves every attribute, and a restart restores them all. An attribute may be a
     number, a string, a tensor, a list or dict of these, an object with state_dict(), or a list of
-    such objects. Add your own attributes here (for example a running mean or averaged weights). An
-    attribute that cannot be saved raises an error before the first step.
+    such objects. (An attribute that will become a dict or an object must be one from the start.)
+    Add your own attributes here (for example a running mean or averaged weights). An attribute that
+    cannot be saved raises an error before the first step.
 
     raw_model is the GPT without the DDP wrapper. If it is compiled, it is compiled in place, so
     raw_model(idx) runs the compiled code.
@@ -633,10 +634,10 @@ def read_step(run):
 def train_step(run):
     """Take one optimizer step. Return the loss and the gradient norm before clipping.
 
-    The loss is the mean over this process's micro-batches. Its average over the processes is the
-    mean loss over all targets of the step. Both values are tensors on the device, so the CPU need
-    not wait for the GPU. (In float16 it does wait, since GradScaler has to know whether a gradient
-    overflowed.)
+    The loss is the mean over this process's micro-batches (corrected if targets are masked). Its
+    average over the processes is the mean loss over all targets of the step. Both values are
+    tensors on the device, so the CPU need not wait for the GPU. (In float16 it does wait, since
+    GradScaler has to know whether a gradient overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
@@ -696,9 +697,9 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save first, so that no steps are lost if an evaluation fails. save() skips a step that
-            # was just loaded, and step 0 of a new model, which can be built again from the seed
-            run.folder.save(state)
+            # Save first, so that no steps are lost if an evaluation fails. A step that was just
+            # loaded is skipped, and step 0 of a new model, which can be built again from the seed
+            save(run)
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag:
@@ -805,7 +806,7 @@ def load_optimizer(optimizer, content):
     if content.get("class", class_name) != class_name:
         raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
     groups = [resumed_group(saved, group["in_code"])
-              for saved, group in zip(content["param_groups"], optimizer.param_groups)]
+              for saved, group in zip(content["param_groups"], optimizer.param_groups, strict=True)]
     optimizer.load_state_dict(content | {"param_groups": groups})
 
 def resumed_group(saved, in_code):
@@ -844,6 +845,8 @@ def read_checkpoint(path, mmap=True):
             if archive.testzip():
                 raise ValueError("a checksum is wrong")
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        if "gpt_config" not in content:
+            raise ValueError("this script did not write it")
     except Exception as e:  # a damaged file may raise anything
         raise UserError(f"{path} cannot be read as a checkpoint ({first_line(e)}).") from None
     return in_todays_form(content)
@@ -854,11 +857,15 @@ def in_todays_form(content):
     In earlier versions, State's attributes were entries of the checkpoint itself. Until November
     2026, some of them also had other names: eval_model was "model", raw_model was "trained",
     State's numbers were in "numbers", and the classes of the optimizers were in "optimizer_names".
-    Tokens were not counted.
+    Tokens were not counted. For one day, "in_code" was called "as_built".
     """
     if "state" in content:
         return content
     content = dict(content)
+    for optimizer in content.get("optimizers", []):
+        for group in optimizer["param_groups"]:
+            if "as_built" in group:
+                group["in_code"] = group.pop("as_built")
     if "model" in content:  # with the other names
         content["eval_model"] = content.pop("model")
         content["raw_model"] = content.pop("trained", content["eval_model"])
@@ -1375,7 +1382,7 @@ def check_parameters(raw_model, optimizers):
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest > PLACEHOLDER / 100:  # true even if it was multiplied by a small number
+        if largest > PLACEHOLDER / 1000:  # true even if it was multiplied by 0.01
             raise UserError(f"{name} was changed, or copied from another weight, before "
                             "init_weights() drew it. Do this at the end of GPT.__init__, or create "
                             "its layer without draw_later().")
@@ -1384,22 +1391,23 @@ def check_parameters(raw_model, optimizers):
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
 @torch.no_grad()
-def check_same_weights(raw_model):
-    """Raise UserError if the processes have different weights.
+def difference_of_weights(raw_model):
+    """Return a message if the processes have different weights, or None otherwise.
 
     DDP averages the gradients, so they are the same even then. Each process would train a model of
     its own, for example if an edit skips an update because of the loss of one process.
     """
     if world_size() == 1:
-        return
+        return None
     norm = nn.utils.get_total_norm(list(raw_model.parameters()))
     norms = [torch.empty_like(norm) for _ in range(world_size())]
     dist.all_gather(norms, norm)
     norms = torch.stack(norms).tolist()
     if max(norms) - min(norms) > 1e-5 * max(norms):  # allows for rounding
-        raise UserError(f"The weights of the processes have norms from {min(norms):.7g} to "
-                        f"{max(norms):.7g}, so they train different models. Decide about an update "
-                        "by numbers that are the same in all processes.")
+        return (f"The weights of the processes have norms from {min(norms):.7g} to "
+                f"{max(norms):.7g}, so they train different models. Decide about an update by "
+                "numbers that are the same in all processes.")
+    return None
 
 def check_rows(cfg, step, rows):
     """Raise UserError if the rows of a step are not a multiple of B * processes."""
@@ -2078,11 +2086,19 @@ def check_step(run, step, losses, norms):
 
     losses, norms: those of a step, one value per process.
     """
-    failure = (disagreement(step, norms)
-               or divergence(run, step, statistics.fmean(losses), norms[0]))
-    if failure:
-        run.folder.write_run({"failed": failure})
-        raise UserError(failure)
+    fail(run, disagreement(step, norms)
+         or divergence(run, step, statistics.fmean(losses), norms[0]))
+
+def fail(run, message):
+    """Record a failure in run.json and raise UserError. Do nothing if `message` is None."""
+    if message:
+        run.folder.write_run({"failed": message})
+        raise UserError(message)
+
+def save(run):
+    """Start saving the current step. First raise UserError if processes have different weights."""
+    fail(run, difference_of_weights(run.state.raw_model))
+    run.folder.save(run.state)
 
 def disagreement(step, norms):
     """Return a message if the processes' gradients have different norms, or None otherwise."""
@@ -2139,7 +2155,6 @@ def warn_of_slow_steps(run):
 
 def validate(run):
     """Report the validation loss and the minutes of training. Return the loss."""
-    check_same_weights(run.state.raw_model)
     loss, step = validation_loss(run, run.val_loader), run.state.step
     bits = loss * run.tokens_per_byte / math.log(2)
     report(run, step, "val", loss, note=f" ({bits:.4f} bits per byte)", print_always=True)
@@ -2177,7 +2192,7 @@ def plot_curves(folder):
             points = [(rows_before(cfg, step) * cfg.T / 1e6, value)
                       for step, value in metrics[name][:len(metrics[name]) // n * n]]
             tokens, values = np.reshape(points, (-1, n, 2)).mean(axis=1).T
-            axis.plot(tokens, values, label=f"{name}, now {values[-1]:.3f}")
+            axis.plot(tokens, values, label=f"{name}, now {formatted(values[-1], 3)}")
             if name == "train":  # cut off the high losses of the first steps
                 axis.set_ylim(top=1.05 * np.percentile(values, 95))
         axis.set(xlabel="million tokens", ylabel=title)
@@ -2206,7 +2221,7 @@ def print_sample(run):
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
 def trained_model(cfg, encoding, weights):
-    """Return the model with these weights, built in the same way as for training."""
+    """Return the model with these weights, as build_model() builds it."""
     model = build_model(cfg, encoding, weights)
     # For edits: an edit of build_model() may have changed the weights
     model.load_state_dict(weights.tensors, strict=False)
@@ -2258,7 +2273,7 @@ def finish(run, stopped):
 def save_last_step(run):
     """Save the current step and wait until this has finished. Raise UserError if it fails."""
     folder, step = run.folder, run.state.step
-    folder.save(run.state)
+    save(run)
     folder.wait_for_save()
     if rank() == 0 and not folder.can_resume_at(step):
         raise UserError(f"Step {step} is not saved ({folder.failure}): free some space, and repeat "
@@ -2311,7 +2326,7 @@ def export(run):
         else:  # a new model with max_steps=0 has no checkpoint
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(content, str(best or "the model"))
-        model = trained_model(run.cfg, run.encoding, weights)
+        model = trained_model(run.cfg, run.encoding, weights).to("cpu")
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and hellaswag.py")
     except Exception as e:  # for example, transformers may be missing

@@ -373,18 +373,27 @@ def as_before(content):
             del group["in_code"], group["initial_lr"]
     return old
 
-def test_checkpoints_of_an_earlier_version_continue(folder, finished):
-    """A run continues from a checkpoint with the former names of entries and no token count."""
-    copied = folder / "earlier"
+def as_the_day_before(content):
+    """Return a checkpoint's content in the form that the version of 2026-11-24 wrote."""
+    flat = {name: value for name, value in content.items() if name != "state"} | content["state"]
+    for optimizer in flat["optimizers"]:
+        for group in optimizer["param_groups"]:
+            group["as_built"] = group.pop("in_code")
+    return flat
+
+@pytest.mark.parametrize("earlier", [as_before, as_the_day_before])
+def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
+    """A run continues from a checkpoint with the former names of entries."""
+    copied = folder / earlier.__name__
     stopped = Forked(copied, arrange={"signal_at": (signal.SIGTERM, 12)})
     stopped.wait()
     path = copied / "checkpoint_00013.pt"
-    torch.save(as_before(load(path)), path)
+    torch.save(earlier(load(path)), path)
     run = succeed(Forked(copied))
     assert "from step 13 on" in run.out and "was edited" not in run.out
     assert_same_logs(copied, finished)
     assert_same(load(copied / LAST), load(finished / LAST))
-    torch.save(as_before(load(copied / LAST)), copied / "old.pt")
+    torch.save(earlier(load(copied / LAST)), copied / "old.pt")
     old, new = (t.GPT.from_pretrained(copied / name).state_dict() for name in ("old.pt", LAST))
     assert all(torch.equal(old[name], new[name]) for name in new)
 
@@ -664,12 +673,17 @@ def update_of_one_process(arrange, _):
             real(state, *args)
     real, arrange.t.step_optimizers = arrange.t.step_optimizers, step_optimizers
 
-def test_processes_with_different_weights_are_reported_at_a_validation(folder):
-    """DDP averages the gradients, so their norms do not show that the weights differ."""
-    statuses, runs = together(2, folder / "apart", arrange={update_of_one_process: 0}, eval_every=5)
+def test_processes_with_different_weights_are_reported_before_a_save(folder):
+    """DDP averages the gradients, so their norms do not show that the weights differ.
+
+    Otherwise the weights of rank 0 would be saved, and a restart would hide the difference.
+    """
+    log_dir = folder / "apart"
+    statuses, runs = together(2, log_dir, arrange={update_of_one_process: 0})
     assert statuses == [1, 1]
-    assert "The weights of the processes have norms from" in runs[0].err
-    assert not [step for step, metric in read_log(folder / "apart") if metric == "val" and step > 0]
+    message = "The weights of the processes have norms from"
+    assert message in runs[0].err and message in t.read_run(log_dir)["result"]["failed"]
+    assert not list(log_dir.glob("*.pt"))
 
 def scaled_mlp(arrange, scale):
     """Multiply the output of each MLP by an attribute that build_model() sets."""

@@ -167,7 +167,7 @@ def test_a_checkpoint_is_verified_before_it_is_renamed(tmp_path, capsys):
     for step in (5, 8, 10):
         (tmp_path / f"checkpoint_{step:05d}.pt").touch()
     before, folder = names(tmp_path), t.RunFolder(t.Config(log_dir=str(tmp_path)), "data")
-    content = {"state": {"step": 15, "raw_model": {"weight": torch.zeros(2**17)}}}
+    content = {"gpt_config": {}, "state": {"step": 15, "w": torch.zeros(2**17)}}
     with mock.patch.object(torch, "save", lambda content, file: file.write(b"damaged")):
         folder.write_checkpoint(content)
     assert names(tmp_path) == before and folder.saved_step != 15
