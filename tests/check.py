@@ -60,6 +60,10 @@ PROMISES = {
         "weights alone are a different model. Keep this value in a buffer (register_buffer)."),
     "samples": ("samples follow the model",
         "generate() computes its logits differently from forward(). Let it call self(idx)."),
+    "later": ("a token's logits do not depend on later tokens",
+        "The model sees tokens that it should predict, so its loss is too low. Usual reasons are "
+        "an attention mask, a convolution that is padded on both sides, or a norm, a mean or a "
+        "top-k over all positions."),
     "loss": ("the loss is the cross-entropy",
         "The validation loss has an additional term or factor, so it is not comparable with the "
         "losses of other runs. Put a term that only training should minimize under "
@@ -365,9 +369,12 @@ class Plan:
         self.batch = constants["total_batch_size"]
         # If B divides the rows of a step, then so does B / 2 with two processes
         self.half_B = self.B // 2 if self.B % 2 == 0 else 1
-        each = options.steps // 4
-        self.saved = 2 * each                    # a step that is saved,
-        self.killed = self.saved + 1 + each // 2  # and a later step, in which a run is killed
+        each, n = options.steps // 4, options.steps
+        # A run is saved at a step near the end that no small number divides, because an edit may
+        # do something in every second or fifth step, or in the last steps only
+        self.saved = next((s for s in range(n - 3, 2, -1)
+                           if all(s % divisor for divisor in range(2, min(s, 8)))), 2)
+        self.killed = self.saved + 1  # the step in which the run is killed
         self.common = DEFAULTS | {
             "max_steps": options.steps, "eval_every": each, "save_every": self.saved,
             "warmup_steps": min(constants.get("warmup_steps", 0), each),
@@ -530,6 +537,12 @@ class Check:
 
     def check_samples(self):
         problem = self.base.report["samples"]
+        return broken(*problem) if problem else holds()
+
+    def check_later(self):
+        problem = self.base.report["later"]
+        if isinstance(problem, str):
+            raise Unchecked(problem)
         return broken(*problem) if problem else holds()
 
     def check_loss(self):
@@ -746,7 +759,9 @@ def fingerprint(value):
 
 # ---- How samples and the validation loss of the trained model agree with model(idx)
 def examine(run, tolerance):
-    """Return {"samples": a problem or None, "drawn": token ids, "cross_entropy": loss}.
+    """Return {"samples": a problem, "drawn": token ids, "later": a problem, "cross_entropy": loss}.
+
+    A problem is None if there is none.
 
     An edited generate() or forward() may raise anything, so errors become texts.
     """
@@ -761,6 +776,10 @@ def examine(run, tolerance):
         report["drawn"] = model.generate(x[:, :1], n, temperature=0.8, top_k=20).tolist()
     except Exception as e:
         report["samples"] = ["generate() stops with an error", f"{type(e).__name__}: {e}"]
+    try:
+        report["later"] = leak_problem(model, x, tolerance / 10)
+    except Exception as e:
+        report["later"] = f"{type(e).__name__}: {e}"
     try:
         report["cross_entropy"] = cross_entropy(run, model)
     except Exception as e:
@@ -783,6 +802,31 @@ def sample_problem(model, prompt, n, T, tolerance):
                         f"After {i} tokens generate() appends token {token}, but the arg max is "
                         f"{row.argmax().item()}."]
     return None
+
+def leak_problem(model, x, tolerance):
+    """Return [what is wrong, where] if logits depend on later tokens, or None.
+
+    Return a text instead if this cannot be checked. x: token ids (B, T).
+    """
+    half = x.size(1) // 2
+
+    def logits_of(idx):  # of the first half, (B, T / 2, n_vocab)
+        torch.manual_seed(0)  # a model that draws random numbers gets the same ones each time
+        return model(idx)[0][:, :half].float()
+    logits, again = logits_of(x), logits_of(x)
+    limit = tolerance * max(1.0, logits.abs().max().item())
+    if not (logits - again).abs().max() <= limit:  # in an edit that counts calls, for example
+        return "model(idx) gives different logits when it is called again with the same tokens"
+    changed = x.clone()
+    changed[:, half:] = (x[:, half:] + 1) % logits.size(-1)
+    gaps = (logits_of(changed) - logits).abs().amax(dim=(0, 2))  # one per position
+    positions = (gaps > limit).nonzero().flatten().tolist()
+    if not positions:
+        return None
+    return ["logits change with later tokens", (
+        f"When the tokens from position {half} on are changed, the logits at {len(positions)} of "
+        f"the {half} positions before them change, the first at position {positions[0]}, by up to "
+        f"{gaps.max().item():.2g}. Only rounding, {limit:.1g}, is allowed.")]
 
 def cross_entropy(run, model):
     """Return the mean cross-entropy of the logits over the rows that validation reads."""

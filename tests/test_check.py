@@ -67,7 +67,7 @@ def outcomes(text):
     return found
 
 def test_all_promises_of_the_script_hold(tmp_path):
-    """Without an edit and without git, seven promises hold, and two say why they are not
+    """Without an edit and without git, eight promises hold, and two say why they are not
     checked."""
     script = copy_scripts(tmp_path)
     command = [sys.executable, script, "--steps=4", *flags(tmp_path, dropout=0.1)]
@@ -94,7 +94,7 @@ def test_broken_promises_are_named_with_their_cause(tmp_path):
     found = outcomes(done.stdout)
     found.pop("processes")  # there may be one core only
     assert found == {"same": "holds", "killed": "BROKEN", "B": "BROKEN", "saved": "holds",
-                     "samples": "BROKEN", "loss": "BROKEN", "effect": "holds", "begin": "holds"}
+                     "samples": "BROKEN", "later": "holds", "loss": "BROKEN", "effect": "holds", "begin": "holds"}
     assert "This changed during training and is not saved: self.calls in GPT." in done.stdout
     assert "neither in State" in done.stdout
 
@@ -225,7 +225,8 @@ def test_which_runs_are_planned(monkeypatch):
     monkeypatch.setattr(check, "CORES", 2)
     usual = plan(words=[])
     assert (usual.B, usual.half_B, usual.no_processes) == (4, 2, "")
-    assert (usual.common["eval_every"], usual.saved, usual.killed) == (5, 10, 13)
+    assert (usual.common["eval_every"], usual.saved, usual.killed) == (5, 17, 18)
+    assert [plan(words=[f"--steps={n}"]).saved for n in (4, 5, 8, 60)] == [2, 2, 5, 53]
     assert usual.common["val_tokens"] == 256 and usual.common["warmup_steps"] == 5
     assert plan(words=["--dtype=bfloat16"], dtype="bfloat16").common["dtype"] == "bfloat16"
     odd = plan(total_batch_size=3 * 16, B=3)
@@ -238,8 +239,8 @@ def finished(log, path, tensors, **report):
     """Return a finished run, with a checkpoint that is written to `path`."""
     torch.save(tensors, path)
     return check.Finished(log=log, checkpoint=path, seconds=1.0, report={
-        "changed": [], "draws": False, "step": 2, "samples": None, "cross_entropy": 4.0,
-        "drawn": [1], "initial": {"w": [[2], 7]}} | report)
+        "changed": [], "draws": False, "step": 2, "samples": None, "later": None,
+        "cross_entropy": 4.0, "drawn": [1], "initial": {"w": [[2], 7]}} | report)
 
 def verdicts(folder, no_committed="no git", **runs):
     """The outcomes of a check whose runs are alike, but for `runs`."""
@@ -267,6 +268,7 @@ def verdicts(folder, no_committed="no git", **runs):
     ("processes", dict(two=({(3, "train"): "4.001"}, {})), "train differs from step 3 on"),
     ("saved", dict(reloaded=({(0, "val"): "4.1"}, {})), "--init_from) is 4.1"),
     ("samples", dict(base=({}, dict(samples=["a wrong token", "there"]))), "a wrong token"),
+    ("later", dict(base=({}, dict(later=["logits change", "by 1"]))), "logits change"),
     ("loss", dict(base=({}, dict(cross_entropy=3.9))), "3.900000"),
     ("effect", dict(), "no effect on training"),
     ("begin", dict(committed=({}, dict(initial={"w": [[2], 8]}))), "They are w."),
@@ -291,8 +293,8 @@ def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
         found = verdicts(folder, no_committed="", committed=(changes, report))
         assert found["effect"].outcome == "holds" and text in found["effect"].detail
     found = verdicts(tmp_path, again=({(0, "train"): "1.0"}, {}), half=({(0, "train"): "2.0"}, {}))
-    assert [found[name].outcome for name in check.PROMISES][:7] == [
-        "BROKEN", "not checked", "not checked", "not checked", "not checked", "holds",
+    assert [found[name].outcome for name in check.PROMISES][:8] == [
+        "BROKEN", "not checked", "not checked", "not checked", "not checked", "holds", "holds",
         "not checked"]
 
 class Model(torch.nn.Module):
@@ -326,6 +328,25 @@ def test_samples_are_compared_with_the_model():
         assert check.sample_problem(Model(), prompt, 4, 6, tolerance=1e-4) is None
         found = check.sample_problem(Model(skew=1.0), prompt, 4, 6, tolerance=1e-4)
         assert found[0] == "generate(temperature=0) differs from the arg max of model(idx)"
+
+@torch.no_grad()
+def test_logits_that_depend_on_later_tokens_are_found():
+    """Only a model that looks ahead is reported, also if it draws random numbers. A model with a
+    counter cannot be checked."""
+    table, calls = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), []
+    models = {
+        "causal": lambda idx: table[idx].cumsum(1),
+        "noise": lambda idx: table[idx] + torch.randn(1),
+        "ahead": lambda idx: table[idx] + 0.01 * table[idx].roll(-1, 1),
+        "mean": lambda idx: table[idx] / table[idx].norm(dim=1, keepdim=True),
+        "counter": lambda idx: table[idx] + (calls.append(1) or len(calls))}
+    x = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0]])
+    found = {name: check.leak_problem(lambda idx: (model(idx), None), x, tolerance=1e-5)
+             for name, model in models.items()}
+    assert found["causal"] is None and found["noise"] is None
+    assert "1 of the 4 positions before them change, the first at position 3" in found["ahead"][1]
+    assert "4 of the 4 positions" in found["mean"][1]
+    assert "called again" in found["counter"]
 
 def test_what_a_checkpoint_lacks_is_named():
     """Values that change during training, and that no checkpoint holds, are found: attributes of
