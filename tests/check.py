@@ -42,11 +42,13 @@ SCRIPTS = Path(__file__).resolve().parent.parent  # the folder of the scripts to
 PROMISES = {
     "same": ("the same command twice gives the same run",
         "The usual reason is a random number that does not come from torch's generator (but from "
-        "the modules random or numpy.random, or from the order of a set), or a value that depends "
-        "on the time."),
+        "the modules random or numpy.random, from the order of a set, or from hash() of a string, "
+        "which is different in each process), or a value that depends on the time."),
     "killed": ("a killed run continues as if it had not been killed",
         "Something that later steps depend on is neither in State nor a parameter or buffer. Make "
-        "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it."),
+        "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it. "
+        "Another reason is a random number that is drawn before torch.manual_seed() in "
+        "train_step(), for example in read_step()."),
     "B": ("B changes speed only",
         "The usual reason is a term or a statistic over the rows of a micro-batch, or a value that "
         "counts forward passes instead of steps."),
@@ -54,12 +56,19 @@ PROMISES = {
         "The usual reason is a term or a statistic over the rows of one process, a value that each "
         "process computes from its own rows, or a parameter that has a gradient on one process "
         "only (for example an expert that is skipped elsewhere). Give such a parameter a gradient "
-        "of zeros on the other processes."),
+        "of zeros on the other processes, and also one that is frozen in some steps. Another "
+        "reason is a random number that is drawn before torch.manual_seed() in train_step(), for "
+        "example in read_step()."),
     "saved": ("what is saved is what was validated",
-        "Validation depends on a value that is neither a parameter nor a buffer, so the saved "
-        "weights alone are a different model. Keep this value in a buffer (register_buffer)."),
+        "Validation depends on a value that is not saved, so the saved weights alone are a "
+        "different model. Keep this value in a buffer (register_buffer, without "
+        "persistent=False). A value that is drawn from the seed is not saved either: --init_from "
+        "was tried with a different seed. If build_model() changes a weight (for example multiplies it), it does so again "
+        "with --init_from, unless it does so only if `weights` is None."),
     "samples": ("samples follow the model",
-        "generate() computes its logits differently from forward(). Let it call self(idx)."),
+        "generate() computes its logits differently from forward(). Let it call self(idx). If the "
+        "edit is meant to change sampling (for example by a repetition penalty), this is as it "
+        "should be."),
     "later": ("a token's logits do not depend on later tokens",
         "The model sees tokens that it should predict, so its loss is too low. Usual reasons are "
         "an attention mask, a convolution that is padded on both sides, or a norm, a mean or a "
@@ -74,8 +83,9 @@ PROMISES = {
         "initial weights), or it acts in later steps only."),
     "begin": ("untouched weights begin as before",
         "Both versions have these parameters with the same shapes, but their initial values "
-        "differ. Unless the edit is meant to change them, the results will differ for this reason "
-        "too. init_weights() derives each draw from the seed and the parameter's name."),
+        "differ. If the edit is meant to change initial weights, this is as it should be. "
+        "Otherwise the results will differ for this reason too. init_weights() derives each draw "
+        "from the seed and the parameter's name."),
 }
 # Promises whose check compares values that are the same in each run of an unedited script
 NEED_EQUAL_RUNS = ("killed", "B", "processes", "saved", "loss")
@@ -87,7 +97,9 @@ DEFAULTS = {"dtype": "float32", "compile": False, "hellaswag_every": 0, "sample_
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 KILLED = 9  # exit status of a run that was to be killed
 LOSSES = ("train", "val", "hella")
-TIMES = re.compile("minute|second|time|speed|tok/s|tokens_per", re.I)  # metrics that always differ
+TIMES = re.compile(  # metrics that always differ, for example data_ms
+    "minute|second|time|speed|tok/s|tokens_per|memory|"
+    "(?<![a-z])(sec|ms|us|mem|[kmg]i?b|tps|mfu)(?![a-z])", re.I)
 
 class Failed(Exception):
     """A run stopped with an error, or nothing can be checked. The text says why."""
@@ -400,10 +412,11 @@ class Plan:
         if not self.no_processes:
             lab.start("two", self.half, after="half", processes=2)
         lab.start("killed", self.common, kill_at=self.killed, kill_after=self.saved)
-        # With init_from, the script would choose a different preset, so give every constant
+        # With init_from, the script would choose a different preset, so give every constant. The
+        # seed is a different one, because validation must not depend on it
         last = lab.folder / "base" / "log" / f"checkpoint_{self.options.steps:05d}.pt"
-        lab.start("reloaded", self.constants | self.common | {"max_steps": 0, "init_from": last},
-                  after="base")
+        lab.start("reloaded", self.constants | self.common | {
+            "max_steps": 0, "init_from": last, "seed": self.constants["seed"] ^ 1}, after="base")
         lab.start("again", self.common)
         lab.start("continued", self.common, after="killed", log_of="killed")
         lab.start("nudged", self.half, nudge=4e-3 if self.low_precision else 1e-6)
@@ -448,6 +461,7 @@ class Check:
         self.plan, self.result, self.no_committed = plan, result, no_committed
         self.base = result("base")
         self.repeats = True  # until check_same() finds otherwise
+        self.unsteady = set()  # metrics that differ between equal runs, found by check_same()
 
     def verdict(self, promise):
         """Return the Verdict on a promise. They must be asked for in the order of PROMISES."""
@@ -470,7 +484,16 @@ class Check:
     def hint(self, *runs):
         """Name what changed during training and is not saved, which is the likely reason."""
         changed = ", ".join(sorted({what for run in runs for what in run.report["changed"]}))
-        return f"This changed during training and is not saved: {changed}." if changed else ""
+        text = f"This changed during training and is not saved: {changed}.\n" if changed else ""
+        return text + self.noise(*runs)
+
+    def noise(self, *runs):
+        """Say so if forward passes without gradient, as in validation, draw random numbers."""
+        if not any(run.report["draws_without_grad"] for run in runs):
+            return ""
+        return ("Random numbers are drawn in forward passes without gradient, so probably in "
+                "validation. Is there a dropout outside of `if self.training`, or is the model in "
+                "training mode when it is validated?")
 
     def compare_losses(self, one, two, in_one, in_two, remark=""):
         """Return the Verdict on two runs whose losses must be equal, apart from rounding."""
@@ -487,7 +510,7 @@ class Check:
         """
         if not self.plan.exact:
             return self.compare_losses(self.base, run, in_base, in_run)
-        difference = first_difference(self.base.log, run.log)
+        difference = first_difference(self.steady(self.base.log), self.steady(run.log))
         if difference:
             return difference.verdict(in_base, in_run, self.hint(self.base))
         tensor = first_tensor_that_differs(self.base.checkpoint, run.checkpoint)
@@ -496,8 +519,20 @@ class Check:
                           f"In the checkpoint, {tensor}.", self.hint(self.base))
         return holds()
 
+    def steady(self, log):
+        """Return a log without the metrics that differ between equal runs."""
+        return {key: value for key, value in log.items() if key[1] not in self.unsteady}
+
     def check_same(self):
-        return self.compare_all(self.result("again"), "in the first run", "in the second run")
+        again = self.result("again")
+        one, two = self.base.log, again.log
+        differ = {key[1] for key in one.keys() | two.keys() if one.get(key) != two.get(key)}
+        if differ and self.plan.exact and differ.isdisjoint(LOSSES):
+            self.unsteady = differ
+            if self.compare_all(again, "", "").outcome == "holds":  # the weights are equal too
+                return holds(f"except for {', '.join(sorted(differ))}, which is not compared below")
+            self.unsteady = set()
+        return self.compare_all(again, "in the first run", "in the second run")
 
     def check_killed(self):
         run, saved = self.result("continued"), self.plan.saved
@@ -511,7 +546,7 @@ class Check:
             raise Unchecked("B is 1, so it cannot be halved")
         if half.report["draws"]:
             raise Unchecked("forward() draws random numbers, which depend on B as those of dropout "
-                            "do")
+                            "do; switch them off to check B")
         one = self.result("no_dropout") if plan.dropout else self.base
         return self.compare_losses(one, half, f"with B={plan.B}", f"with B={plan.half_B}",
                                    plan.remark)
@@ -537,7 +572,7 @@ class Check:
 
     def check_samples(self):
         problem = self.base.report["samples"]
-        return broken(*problem) if problem else holds()
+        return broken(*problem, self.noise(self.base)) if problem else holds()
 
     def check_later(self):
         problem = self.base.report["later"]
@@ -549,7 +584,16 @@ class Check:
         cross_entropy = self.base.report["cross_entropy"]
         if isinstance(cross_entropy, str):
             return broken("model(idx) returns no logits to compare with", cross_entropy)
-        return self.compare_val(cross_entropy, "the cross-entropy")
+        try:
+            mine, theirs = self.base.report["val_data"], self.committed().report["val_data"]
+        except Unchecked:
+            mine = theirs = None
+        if mine and theirs and mine[0] == theirs[0] and mine[1] != theirs[1]:
+            return broken(f"validation reads other inputs or targets than "
+                          f"{self.plan.options.against}",
+                          "DataLoaderLite.batch() returns different values for the same rows of "
+                          "the validation data. To change training only, edit read_step().")
+        return self.compare_val(cross_entropy, "the cross-entropy", self.noise(self.base))
 
     def committed(self):
         """Return the run of the committed version. Raise Unchecked if there is none."""
@@ -561,13 +605,13 @@ class Check:
             raise Unchecked(f"the committed version stops: {str(error).splitlines()[-1]}") from None
 
     def check_effect(self):
-        committed, log = self.committed(), self.base.log
+        committed, log = self.committed(), self.steady(self.base.log)
         losses = first_difference(losses_of(log), losses_of(committed.log))
         if losses:
             if self.repeats and not first_difference(log, committed.log, self.allowed()):
                 return holds("but all losses are within rounding of those without the edit")
             return holds(f"from step {losses.step} on")
-        difference = first_difference(log, committed.log)
+        difference = first_difference(log, self.steady(committed.log))
         if difference:
             return holds(f"on {difference.metric} only; the losses are the same digit for digit")
         if self.base.report["drawn"] != committed.report["drawn"]:
@@ -695,19 +739,21 @@ def train_and_report(t, train, run, job):
         Path(job["folder"], "report.json").write_text(json.dumps(report))
 
 def watch_draws(run, report):
-    """Set report["draws"] to True when a forward pass of training draws from torch's generator."""
+    """Record in the report whether forward passes draw from torch's generator.
+
+    "draws" is for forward passes with gradient, and "draws_without_grad" for the others.
+    """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
     get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
     states = []
-    report["draws"] = False
+    report["draws"] = report["draws_without_grad"] = False
 
     def before(model, args):
-        if torch.is_grad_enabled():
-            states[:] = [get_state()]
+        states.append(get_state())
 
     def after(model, args, outputs):
-        if torch.is_grad_enabled() and not torch.equal(states[0], get_state()):
-            report["draws"] = True
+        if not torch.equal(states.pop(), get_state()):
+            report["draws" if torch.is_grad_enabled() else "draws_without_grad"] = True
     run.state.raw_model.register_forward_pre_hook(before)
     run.state.raw_model.register_forward_hook(after)
 
@@ -780,6 +826,7 @@ def examine(run, tolerance):
         report["later"] = leak_problem(model, x, tolerance / 10)
     except Exception as e:
         report["later"] = f"{type(e).__name__}: {e}"
+    report["val_data"] = validation_data(run)
     try:
         report["cross_entropy"] = cross_entropy(run, model)
     except Exception as e:
@@ -827,6 +874,14 @@ def leak_problem(model, x, tolerance):
         f"When the tokens from position {half} on are changed, the logits at {len(positions)} of "
         f"the {half} positions before them change, the first at position {positions[0]}, by up to "
         f"{gaps.max().item():.2g}. Only rounding, {limit:.1g}, is allowed.")]
+
+def validation_data(run):
+    """Return what determines the validation data, and a checksum of its first rows, or None."""
+    try:
+        batch = run.val_loader.batch(0, min(16, run.val_loader.rows_per_epoch), run.device)
+        return [[run.cfg.T, run.cfg.encoding, str(run.cfg.data)], [crc_of(part) for part in batch]]
+    except Exception:  # an edit may give batch() other arguments
+        return None
 
 def cross_entropy(run, model):
     """Return the mean cross-entropy of the logits over the rows that validation reads."""
