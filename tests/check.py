@@ -47,6 +47,7 @@ PROMISES = {
     "killed": ("a killed run continues as if it had not been killed",
         "Something that later steps depend on is neither in State nor a parameter or buffer. Make "
         "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it. "
+        "Gradients that are kept for a later step (p.grad) are not saved either. "
         "Another reason is a random number that is drawn before torch.manual_seed() in "
         "train_step(), for example in read_step()."),
     "B": ("B changes speed only",
@@ -56,15 +57,16 @@ PROMISES = {
         "The usual reason is a term or a statistic over the rows of one process, a value that each "
         "process computes from its own rows, or a parameter that has a gradient on one process "
         "only (for example an expert that is skipped elsewhere). Give such a parameter a gradient "
-        "of zeros on the other processes, and also one that is frozen in some steps. Another "
-        "reason is a random number that is drawn before torch.manual_seed() in train_step(), for "
-        "example in read_step()."),
+        "of zeros on the other processes, and do the same for a parameter that is frozen in some "
+        "steps. Another reason is a random number that is drawn before torch.manual_seed() in "
+        "train_step(), for example in read_step()."),
     "saved": ("what is saved is what was validated",
         "Validation depends on a value that is not saved, so the saved weights alone are a "
         "different model. Keep this value in a buffer (register_buffer, without "
-        "persistent=False). A value that is drawn from the seed is not saved either: --init_from "
-        "was tried with a different seed. If build_model() changes a weight (for example multiplies it), it does so again "
-        "with --init_from, unless it does so only if `weights` is None."),
+        "persistent=False). A value that is drawn from the seed is not saved either: "
+        "--init_from was tried with a different seed. If build_model() changes a weight (for "
+        "example multiplies it), it does so again with --init_from, unless it does so only if "
+        "`weights` is None."),
     "samples": ("samples follow the model",
         "generate() computes its logits differently from forward(). Let it call self(idx). If the "
         "edit is meant to change sampling (for example by a repetition penalty), this is as it "
