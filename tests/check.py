@@ -540,7 +540,12 @@ class Check:
         run, saved = self.result("continued"), self.plan.saved
         if run.report["step"] != saved:
             return broken(f"it continues at step {run.report['step']} instead of step {saved}")
-        return self.compare_all(run, "without a kill", f"with a kill after step {saved}")
+        verdict = self.compare_all(run, "without a kill", f"with a kill after step {saved}")
+        if any(step < saved for step, _ in self.base.log.keys() - run.log.keys()):
+            verdict.evidence += (
+                "A restart deletes log.txt from the first line of a later step on. After "
+                "train_step(), state.step is one more than `step`: give `step` to report().",)
+        return verdict
 
     def check_B(self):
         plan, half = self.plan, self.result("half")
@@ -878,10 +883,11 @@ def leak_problem(model, x, tolerance):
         f"{gaps.max().item():.2g}. Only rounding, {limit:.1g}, is allowed.")]
 
 def validation_data(run):
-    """Return what determines the validation data, and a checksum of its first rows, or None."""
+    """Return the source of the validation data and checksums of its first rows, or None."""
     try:
         batch = run.val_loader.batch(0, min(16, run.val_loader.rows_per_epoch), run.device)
-        return [[run.cfg.T, run.cfg.encoding, str(run.cfg.data)], [crc_of(part) for part in batch]]
+        source = [run.cfg.T, run.cfg.encoding, Path(run.cfg.data).name]
+        return [source, [crc_of(part) for part in batch]]
     except Exception:  # an edit may give batch() other arguments
         return None
 

@@ -266,6 +266,7 @@ def verdicts(folder, no_committed="no git", **runs):
     ("same", dict(again=({}, dict(tensors=torch.zeros(2)))), "last checkpoints differ"),
     ("killed", dict(continued=({(4, "val"): "4.1"}, {})), "val differs from step 4 on"),
     ("killed", dict(continued=({}, dict(tensors=torch.zeros(2)))), "w differs by up to 1."),
+    ("killed", dict(base=({(1, "x"): "1"}, {}), again=({(1, "x"): "1"}, {})), "give `step` to"),
     ("killed", dict(continued=({}, dict(step=0))), "it continues at step 0"),
     ("B", {name: ({(1, "train"): "4.001"}, {}) for name in ("half", "nudged", "two")},
      "The difference is 0.001"),
