@@ -597,7 +597,7 @@ class Check:
             mine = theirs = None
         if mine and theirs and mine[0] == theirs[0] and mine[1] != theirs[1]:
             return broken(f"validation reads other inputs or targets than "
-                          f"{self.plan.options.against}",
+                          f"{self.plan.options.against}, so val is not comparable",
                           "DataLoaderLite.batch() returns different values for the same rows of "
                           "the validation data. To change training only, edit read_step().")
         return self.compare_val(cross_entropy, "the cross-entropy", self.noise(self.base))
@@ -720,8 +720,8 @@ def train_and_report(t, train, run, job):
 
     The job may contain: stop (take no step), nudge (change the initial weights by about this
     fraction), kill_at and kill_after (end the process during step kill_at, once the checkpoint of
-    step kill_after exists), and examine (compare samples and validation with model(idx); the value
-    is the tolerance of logits).
+    step kill_after exists), and examine (compare samples and validation with model(idx), and look
+    for logits that depend on later tokens; the value is the tolerance of logits).
     """
     for name in ("transformers", "matplotlib"):  # skip the export and the plots, which take seconds
         sys.modules.setdefault(name, None)
@@ -812,9 +812,10 @@ def fingerprint(value):
 
 # ---- How samples and the validation loss of the trained model agree with model(idx)
 def examine(run, tolerance):
-    """Return {"samples": a problem, "drawn": token ids, "later": a problem, "cross_entropy": loss}.
+    """Return what check.py wants to know about the trained model.
 
-    A problem is None if there is none.
+    {"samples": a problem or None, "drawn": token ids, "later": see leak_problem(), "val_data": see
+    validation_data(), "cross_entropy": loss}
 
     An edited generate() or forward() may raise anything, so errors become texts.
     """
