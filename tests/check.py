@@ -42,11 +42,14 @@ SCRIPTS = Path(__file__).resolve().parent.parent  # the folder of the scripts to
 PROMISES = {
     "same": ("the same command twice gives the same run",
         "The usual reason is a random number that does not come from torch's generator (but from "
-        "the modules random or numpy.random, or from the order of a set), or a value that depends "
-        "on the time."),
+        "the modules random or numpy.random, from the order of a set, or from hash() of a string, "
+        "which is different in each process), or a value that depends on the time."),
     "killed": ("a killed run continues as if it had not been killed",
         "Something that later steps depend on is neither in State nor a parameter or buffer. Make "
-        "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it."),
+        "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it. "
+        "Gradients that are kept for a later step (p.grad) are not saved either. "
+        "Another reason is a random number that is drawn before torch.manual_seed() in "
+        "train_step(), for example in read_step()."),
     "B": ("B changes speed only",
         "The usual reason is a term or a statistic over the rows of a micro-batch, or a value that "
         "counts forward passes instead of steps."),
@@ -54,12 +57,24 @@ PROMISES = {
         "The usual reason is a term or a statistic over the rows of one process, a value that each "
         "process computes from its own rows, or a parameter that has a gradient on one process "
         "only (for example an expert that is skipped elsewhere). Give such a parameter a gradient "
-        "of zeros on the other processes."),
+        "of zeros on the other processes, and do the same for a parameter that is frozen in some "
+        "steps. Another reason is a random number that is drawn before torch.manual_seed() in "
+        "train_step(), for example in read_step()."),
     "saved": ("what is saved is what was validated",
-        "Validation depends on a value that is neither a parameter nor a buffer, so the saved "
-        "weights alone are a different model. Keep this value in a buffer (register_buffer)."),
+        "Validation depends on a value that is not saved, so the saved weights alone are a "
+        "different model. Keep this value in a buffer (register_buffer, without "
+        "persistent=False). A value that is drawn from the seed is not saved either: "
+        "--init_from was tried with a different seed. If build_model() changes a weight (for "
+        "example multiplies it), it does so again with --init_from, unless it does so only if "
+        "`weights` is None."),
     "samples": ("samples follow the model",
-        "generate() computes its logits differently from forward(). Let it call self(idx)."),
+        "generate() computes its logits differently from forward(). Let it call self(idx). If the "
+        "edit is meant to change sampling (for example by a repetition penalty), this is as it "
+        "should be."),
+    "later": ("a token's logits do not depend on later tokens",
+        "The model sees tokens that it should predict, so its loss is too low. Usual reasons are "
+        "an attention mask, a convolution that is padded on both sides, or a norm, a mean or a "
+        "top-k over all positions."),
     "loss": ("the loss is the cross-entropy",
         "The validation loss has an additional term or factor, so it is not comparable with the "
         "losses of other runs. Put a term that only training should minimize under "
@@ -70,8 +85,9 @@ PROMISES = {
         "initial weights), or it acts in later steps only."),
     "begin": ("untouched weights begin as before",
         "Both versions have these parameters with the same shapes, but their initial values "
-        "differ. Unless the edit is meant to change them, the results will differ for this reason "
-        "too. init_weights() derives each draw from the seed and the parameter's name."),
+        "differ. If the edit is meant to change initial weights, this is as it should be. "
+        "Otherwise the results will differ for this reason too. init_weights() derives each draw "
+        "from the seed and the parameter's name."),
 }
 # Promises whose check compares values that are the same in each run of an unedited script
 NEED_EQUAL_RUNS = ("killed", "B", "processes", "saved", "loss")
@@ -83,7 +99,9 @@ DEFAULTS = {"dtype": "float32", "compile": False, "hellaswag_every": 0, "sample_
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 KILLED = 9  # exit status of a run that was to be killed
 LOSSES = ("train", "val", "hella")
-TIMES = re.compile("minute|second|time|speed|tok/s|tokens_per", re.I)  # metrics that always differ
+TIMES = re.compile(  # metrics that always differ, for example data_ms
+    "minute|second|time|speed|tok/s|tokens_per|memory|"
+    "(?<![a-z])(sec|ms|us|mem|[kmg]i?b|tps|mfu)(?![a-z])", re.I)
 
 class Failed(Exception):
     """A run stopped with an error, or nothing can be checked. The text says why."""
@@ -365,9 +383,12 @@ class Plan:
         self.batch = constants["total_batch_size"]
         # If B divides the rows of a step, then so does B / 2 with two processes
         self.half_B = self.B // 2 if self.B % 2 == 0 else 1
-        each = options.steps // 4
-        self.saved = 2 * each                    # a step that is saved,
-        self.killed = self.saved + 1 + each // 2  # and a later step, in which a run is killed
+        each, n = options.steps // 4, options.steps
+        # A run is saved at a step near the end that no small number divides, because an edit may
+        # do something in every second or fifth step, or in the last steps only
+        self.saved = next((s for s in range(n - 3, 2, -1)
+                           if all(s % divisor for divisor in range(2, min(s, 8)))), 2)
+        self.killed = self.saved + 1  # the step in which the run is killed
         self.common = DEFAULTS | {
             "max_steps": options.steps, "eval_every": each, "save_every": self.saved,
             "warmup_steps": min(constants.get("warmup_steps", 0), each),
@@ -393,10 +414,11 @@ class Plan:
         if not self.no_processes:
             lab.start("two", self.half, after="half", processes=2)
         lab.start("killed", self.common, kill_at=self.killed, kill_after=self.saved)
-        # With init_from, the script would choose a different preset, so give every constant
+        # With init_from, the script would choose a different preset, so give every constant. The
+        # seed is a different one, because validation must not depend on it
         last = lab.folder / "base" / "log" / f"checkpoint_{self.options.steps:05d}.pt"
-        lab.start("reloaded", self.constants | self.common | {"max_steps": 0, "init_from": last},
-                  after="base")
+        lab.start("reloaded", self.constants | self.common | {
+            "max_steps": 0, "init_from": last, "seed": self.constants["seed"] ^ 1}, after="base")
         lab.start("again", self.common)
         lab.start("continued", self.common, after="killed", log_of="killed")
         lab.start("nudged", self.half, nudge=4e-3 if self.low_precision else 1e-6)
@@ -441,6 +463,7 @@ class Check:
         self.plan, self.result, self.no_committed = plan, result, no_committed
         self.base = result("base")
         self.repeats = True  # until check_same() finds otherwise
+        self.unsteady = set()  # metrics that differ between equal runs, found by check_same()
 
     def verdict(self, promise):
         """Return the Verdict on a promise. They must be asked for in the order of PROMISES."""
@@ -463,7 +486,16 @@ class Check:
     def hint(self, *runs):
         """Name what changed during training and is not saved, which is the likely reason."""
         changed = ", ".join(sorted({what for run in runs for what in run.report["changed"]}))
-        return f"This changed during training and is not saved: {changed}." if changed else ""
+        text = f"This changed during training and is not saved: {changed}.\n" if changed else ""
+        return text + self.noise(*runs)
+
+    def noise(self, *runs):
+        """Say so if forward passes without gradient, as in validation, draw random numbers."""
+        if not any(run.report["draws_without_grad"] for run in runs):
+            return ""
+        return ("Random numbers are drawn in forward passes without gradient, so probably in "
+                "validation. Is there a dropout outside of `if self.training`, or is the model in "
+                "training mode when it is validated?")
 
     def compare_losses(self, one, two, in_one, in_two, remark=""):
         """Return the Verdict on two runs whose losses must be equal, apart from rounding."""
@@ -480,7 +512,7 @@ class Check:
         """
         if not self.plan.exact:
             return self.compare_losses(self.base, run, in_base, in_run)
-        difference = first_difference(self.base.log, run.log)
+        difference = first_difference(self.steady(self.base.log), self.steady(run.log))
         if difference:
             return difference.verdict(in_base, in_run, self.hint(self.base))
         tensor = first_tensor_that_differs(self.base.checkpoint, run.checkpoint)
@@ -489,14 +521,31 @@ class Check:
                           f"In the checkpoint, {tensor}.", self.hint(self.base))
         return holds()
 
+    def steady(self, log):
+        """Return a log without the metrics that differ between equal runs."""
+        return {key: value for key, value in log.items() if key[1] not in self.unsteady}
+
     def check_same(self):
-        return self.compare_all(self.result("again"), "in the first run", "in the second run")
+        again = self.result("again")
+        one, two = self.base.log, again.log
+        differ = {key[1] for key in one.keys() | two.keys() if one.get(key) != two.get(key)}
+        if differ and self.plan.exact and differ.isdisjoint(LOSSES):
+            self.unsteady = differ
+            if self.compare_all(again, "", "").outcome == "holds":  # the weights are equal too
+                return holds(f"except for {', '.join(sorted(differ))}, which is not compared below")
+            self.unsteady = set()
+        return self.compare_all(again, "in the first run", "in the second run")
 
     def check_killed(self):
         run, saved = self.result("continued"), self.plan.saved
         if run.report["step"] != saved:
             return broken(f"it continues at step {run.report['step']} instead of step {saved}")
-        return self.compare_all(run, "without a kill", f"with a kill after step {saved}")
+        verdict = self.compare_all(run, "without a kill", f"with a kill after step {saved}")
+        if any(step < saved for step, _ in self.base.log.keys() - run.log.keys()):
+            verdict.evidence += (
+                "A restart deletes log.txt from the first line of a later step on. After "
+                "train_step(), state.step is one more than `step`: give `step` to report().",)
+        return verdict
 
     def check_B(self):
         plan, half = self.plan, self.result("half")
@@ -504,7 +553,7 @@ class Check:
             raise Unchecked("B is 1, so it cannot be halved")
         if half.report["draws"]:
             raise Unchecked("forward() draws random numbers, which depend on B as those of dropout "
-                            "do")
+                            "do; switch them off to check B")
         one = self.result("no_dropout") if plan.dropout else self.base
         return self.compare_losses(one, half, f"with B={plan.B}", f"with B={plan.half_B}",
                                    plan.remark)
@@ -530,13 +579,28 @@ class Check:
 
     def check_samples(self):
         problem = self.base.report["samples"]
+        return broken(*problem, self.noise(self.base)) if problem else holds()
+
+    def check_later(self):
+        problem = self.base.report["later"]
+        if isinstance(problem, str):
+            raise Unchecked(problem)
         return broken(*problem) if problem else holds()
 
     def check_loss(self):
         cross_entropy = self.base.report["cross_entropy"]
         if isinstance(cross_entropy, str):
             return broken("model(idx) returns no logits to compare with", cross_entropy)
-        return self.compare_val(cross_entropy, "the cross-entropy")
+        try:
+            mine, theirs = self.base.report["val_data"], self.committed().report["val_data"]
+        except Unchecked:
+            mine = theirs = None
+        if mine and theirs and mine[0] == theirs[0] and mine[1] != theirs[1]:
+            return broken(f"validation reads other inputs or targets than "
+                          f"{self.plan.options.against}, so val is not comparable",
+                          "DataLoaderLite.batch() returns different values for the same rows of "
+                          "the validation data. To change training only, edit read_step().")
+        return self.compare_val(cross_entropy, "the cross-entropy", self.noise(self.base))
 
     def committed(self):
         """Return the run of the committed version. Raise Unchecked if there is none."""
@@ -548,13 +612,13 @@ class Check:
             raise Unchecked(f"the committed version stops: {str(error).splitlines()[-1]}") from None
 
     def check_effect(self):
-        committed, log = self.committed(), self.base.log
+        committed, log = self.committed(), self.steady(self.base.log)
         losses = first_difference(losses_of(log), losses_of(committed.log))
         if losses:
             if self.repeats and not first_difference(log, committed.log, self.allowed()):
                 return holds("but all losses are within rounding of those without the edit")
             return holds(f"from step {losses.step} on")
-        difference = first_difference(log, committed.log)
+        difference = first_difference(log, self.steady(committed.log))
         if difference:
             return holds(f"on {difference.metric} only; the losses are the same digit for digit")
         if self.base.report["drawn"] != committed.report["drawn"]:
@@ -656,8 +720,8 @@ def train_and_report(t, train, run, job):
 
     The job may contain: stop (take no step), nudge (change the initial weights by about this
     fraction), kill_at and kill_after (end the process during step kill_at, once the checkpoint of
-    step kill_after exists), and examine (compare samples and validation with model(idx); the value
-    is the tolerance of logits).
+    step kill_after exists), and examine (compare samples and validation with model(idx), and look
+    for logits that depend on later tokens; the value is the tolerance of logits).
     """
     for name in ("transformers", "matplotlib"):  # skip the export and the plots, which take seconds
         sys.modules.setdefault(name, None)
@@ -682,19 +746,21 @@ def train_and_report(t, train, run, job):
         Path(job["folder"], "report.json").write_text(json.dumps(report))
 
 def watch_draws(run, report):
-    """Set report["draws"] to True when a forward pass of training draws from torch's generator."""
+    """Record in the report whether forward passes draw from torch's generator.
+
+    "draws" is for forward passes with gradient, and "draws_without_grad" for the others.
+    """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
     get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
     states = []
-    report["draws"] = False
+    report["draws"] = report["draws_without_grad"] = False
 
     def before(model, args):
-        if torch.is_grad_enabled():
-            states[:] = [get_state()]
+        states.append(get_state())
 
     def after(model, args, outputs):
-        if torch.is_grad_enabled() and not torch.equal(states[0], get_state()):
-            report["draws"] = True
+        if not torch.equal(states.pop(), get_state()):
+            report["draws" if torch.is_grad_enabled() else "draws_without_grad"] = True
     run.state.raw_model.register_forward_pre_hook(before)
     run.state.raw_model.register_forward_hook(after)
 
@@ -746,7 +812,10 @@ def fingerprint(value):
 
 # ---- How samples and the validation loss of the trained model agree with model(idx)
 def examine(run, tolerance):
-    """Return {"samples": a problem or None, "drawn": token ids, "cross_entropy": loss}.
+    """Return what check.py wants to know about the trained model.
+
+    {"samples": a problem or None, "drawn": token ids, "later": see leak_problem(), "val_data": see
+    validation_data(), "cross_entropy": loss}
 
     An edited generate() or forward() may raise anything, so errors become texts.
     """
@@ -761,6 +830,11 @@ def examine(run, tolerance):
         report["drawn"] = model.generate(x[:, :1], n, temperature=0.8, top_k=20).tolist()
     except Exception as e:
         report["samples"] = ["generate() stops with an error", f"{type(e).__name__}: {e}"]
+    try:
+        report["later"] = leak_problem(model, x, tolerance / 10)
+    except Exception as e:
+        report["later"] = f"{type(e).__name__}: {e}"
+    report["val_data"] = validation_data(run)
     try:
         report["cross_entropy"] = cross_entropy(run, model)
     except Exception as e:
@@ -783,6 +857,40 @@ def sample_problem(model, prompt, n, T, tolerance):
                         f"After {i} tokens generate() appends token {token}, but the arg max is "
                         f"{row.argmax().item()}."]
     return None
+
+def leak_problem(model, x, tolerance):
+    """Return [what is wrong, where] if logits depend on later tokens, or None.
+
+    Return a text instead if this cannot be checked. x: token ids (B, T).
+    """
+    half = x.size(1) // 2
+
+    def logits_of(idx):  # of the first half, (B, T / 2, n_vocab)
+        torch.manual_seed(0)  # a model that draws random numbers gets the same ones each time
+        return model(idx)[0][:, :half].float()
+    logits, again = logits_of(x), logits_of(x)
+    limit = tolerance * max(1.0, logits.abs().max().item())
+    if not (logits - again).abs().max() <= limit:  # in an edit that counts calls, for example
+        return "model(idx) gives different logits when it is called again with the same tokens"
+    changed = x.clone()
+    changed[:, half:] = (x[:, half:] + 1) % logits.size(-1)
+    gaps = (logits_of(changed) - logits).abs().amax(dim=(0, 2))  # one per position
+    positions = (gaps > limit).nonzero().flatten().tolist()
+    if not positions:
+        return None
+    return ["logits change with later tokens", (
+        f"When the tokens from position {half} on are changed, the logits at {len(positions)} of "
+        f"the {half} positions before them change, the first at position {positions[0]}, by up to "
+        f"{gaps.max().item():.2g}. Only rounding, {limit:.1g}, is allowed.")]
+
+def validation_data(run):
+    """Return the source of the validation data and checksums of its first rows, or None."""
+    try:
+        batch = run.val_loader.batch(0, min(16, run.val_loader.rows_per_epoch), run.device)
+        source = [run.cfg.T, run.cfg.encoding, Path(run.cfg.data).name]
+        return [source, [crc_of(part) for part in batch]]
+    except Exception:  # an edit may give batch() other arguments
+        return None
 
 def cross_entropy(run, model):
     """Return the mean cross-entropy of the logits over the rows that validation reads."""

@@ -67,7 +67,7 @@ def outcomes(text):
     return found
 
 def test_all_promises_of_the_script_hold(tmp_path):
-    """Without an edit and without git, seven promises hold, and two say why they are not
+    """Without an edit and without git, eight promises hold, and two say why they are not
     checked."""
     script = copy_scripts(tmp_path)
     command = [sys.executable, script, "--steps=4", *flags(tmp_path, dropout=0.1)]
@@ -94,7 +94,8 @@ def test_broken_promises_are_named_with_their_cause(tmp_path):
     found = outcomes(done.stdout)
     found.pop("processes")  # there may be one core only
     assert found == {"same": "holds", "killed": "BROKEN", "B": "BROKEN", "saved": "holds",
-                     "samples": "BROKEN", "loss": "BROKEN", "effect": "holds", "begin": "holds"}
+                     "samples": "BROKEN", "later": "holds", "loss": "BROKEN", "effect": "holds",
+                     "begin": "holds"}
     assert "This changed during training and is not saved: self.calls in GPT." in done.stdout
     assert "neither in State" in done.stdout
 
@@ -147,6 +148,8 @@ def test_the_first_difference_of_two_logs(tmp_path):
     (tmp_path / "log.txt").write_text(
         "0 val 5.5\n0 minutes 0.1\n0 train 5.4\n1 train 5.0\n1 balance 7.0\n2 val nan\n")
     log = check.read_log(tmp_path / "log.txt")
+    assert all(map(check.TIMES.search, ("data_ms", "mem", "peak_gib", "GB", "ms/step")))
+    assert not any(check.TIMES.search(name) for name in ("rms", "norm", "items", "gbm", "train"))
     assert log == {(0, "val"): "5.5", (0, "train"): "5.4", (1, "train"): "5.0",
                    (1, "balance"): "7.0", (2, "val"): "nan"}
     assert check.first_difference(log, dict(log)) is None
@@ -225,7 +228,8 @@ def test_which_runs_are_planned(monkeypatch):
     monkeypatch.setattr(check, "CORES", 2)
     usual = plan(words=[])
     assert (usual.B, usual.half_B, usual.no_processes) == (4, 2, "")
-    assert (usual.common["eval_every"], usual.saved, usual.killed) == (5, 10, 13)
+    assert (usual.common["eval_every"], usual.saved, usual.killed) == (5, 17, 18)
+    assert [plan(words=[f"--steps={n}"]).saved for n in (4, 5, 8, 60)] == [2, 2, 5, 53]
     assert usual.common["val_tokens"] == 256 and usual.common["warmup_steps"] == 5
     assert plan(words=["--dtype=bfloat16"], dtype="bfloat16").common["dtype"] == "bfloat16"
     odd = plan(total_batch_size=3 * 16, B=3)
@@ -238,8 +242,9 @@ def finished(log, path, tensors, **report):
     """Return a finished run, with a checkpoint that is written to `path`."""
     torch.save(tensors, path)
     return check.Finished(log=log, checkpoint=path, seconds=1.0, report={
-        "changed": [], "draws": False, "step": 2, "samples": None, "cross_entropy": 4.0,
-        "drawn": [1], "initial": {"w": [[2], 7]}} | report)
+        "changed": [], "draws": False, "step": 2, "samples": None, "later": None,
+        "cross_entropy": 4.0, "drawn": [1],
+        "draws_without_grad": False, "val_data": [[16], [1]], "initial": {"w": [[2], 7]}} | report)
 
 def verdicts(folder, no_committed="no git", **runs):
     """The outcomes of a check whose runs are alike, but for `runs`."""
@@ -261,27 +266,32 @@ def verdicts(folder, no_committed="no git", **runs):
     ("same", dict(again=({}, dict(tensors=torch.zeros(2)))), "last checkpoints differ"),
     ("killed", dict(continued=({(4, "val"): "4.1"}, {})), "val differs from step 4 on"),
     ("killed", dict(continued=({}, dict(tensors=torch.zeros(2)))), "w differs by up to 1."),
+    ("killed", dict(base=({(1, "x"): "1"}, {}), again=({(1, "x"): "1"}, {})), "give `step` to"),
     ("killed", dict(continued=({}, dict(step=0))), "it continues at step 0"),
     ("B", {name: ({(1, "train"): "4.001"}, {}) for name in ("half", "nudged", "two")},
      "The difference is 0.001"),
     ("processes", dict(two=({(3, "train"): "4.001"}, {})), "train differs from step 3 on"),
     ("saved", dict(reloaded=({(0, "val"): "4.1"}, {})), "--init_from) is 4.1"),
     ("samples", dict(base=({}, dict(samples=["a wrong token", "there"]))), "a wrong token"),
+    ("later", dict(base=({}, dict(later=["logits change", "by 1"]))), "logits change"),
     ("loss", dict(base=({}, dict(cross_entropy=3.9))), "3.900000"),
+    ("loss", dict(committed=({}, dict(val_data=[[16], [2]]))), "other inputs or targets"),
     ("effect", dict(), "no effect on training"),
     ("begin", dict(committed=({}, dict(initial={"w": [[2], 8]}))), "They are w."),
 ])
 def test_each_broken_promise_is_reported_alone(tmp_path, promise, runs, text):
     """What breaks one promise leaves the others, and the verdict says what differs."""
-    found = verdicts(tmp_path, no_committed="" if promise in ("effect", "begin") else "no", **runs)
+    compared = promise in ("effect", "begin") or "committed" in runs
+    found = verdicts(tmp_path, no_committed="" if compared else "no", **runs)
     broken = {name for name, verdict in found.items() if verdict.outcome == "BROKEN"}
     assert broken - {"effect"} == {promise} - {"effect"} and found[promise].outcome == "BROKEN"
     printed = check.in_words(promise, found[promise])
     assert text in printed and check.PROMISES[promise][1][:40] in printed
 
 def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
-    """An edit that only adds a metric, or only changes samples, has an effect; if equal runs
-    differ, runs with another B are not compared."""
+    """An edit that only adds a metric, or only changes samples, has an effect. A metric that
+    differs between equal runs is not compared. If equal runs differ, runs with another B are not
+    compared."""
     for changes, report, text in ((({}), dict(drawn=[2]), "samples only"),
                                   ({(1, "balance"): "1.0"}, {}, "on balance only"),
                                   ({(1, "train"): "4.000001"}, {}, "within rounding"),
@@ -290,9 +300,16 @@ def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
         folder.mkdir()
         found = verdicts(folder, no_committed="", committed=(changes, report))
         assert found["effect"].outcome == "holds" and text in found["effect"].detail
+    runs = {name: ({(1, "load"): str(i)}, {})
+            for i, name in enumerate(("base", "again", "continued", "committed"))}
+    found = verdicts(tmp_path, no_committed="", **runs)
+    assert found["same"].outcome == found["killed"].outcome == "holds"
+    assert "except for load" in found["same"].detail and found["effect"].outcome == "BROKEN"
+    runs["again"][1]["tensors"] = torch.zeros(2)
+    assert verdicts(tmp_path, **runs)["same"].detail == "load differs from step 1 on"
     found = verdicts(tmp_path, again=({(0, "train"): "1.0"}, {}), half=({(0, "train"): "2.0"}, {}))
-    assert [found[name].outcome for name in check.PROMISES][:7] == [
-        "BROKEN", "not checked", "not checked", "not checked", "not checked", "holds",
+    assert [found[name].outcome for name in check.PROMISES][:8] == [
+        "BROKEN", "not checked", "not checked", "not checked", "not checked", "holds", "holds",
         "not checked"]
 
 class Model(torch.nn.Module):
@@ -326,6 +343,25 @@ def test_samples_are_compared_with_the_model():
         assert check.sample_problem(Model(), prompt, 4, 6, tolerance=1e-4) is None
         found = check.sample_problem(Model(skew=1.0), prompt, 4, 6, tolerance=1e-4)
         assert found[0] == "generate(temperature=0) differs from the arg max of model(idx)"
+
+@torch.no_grad()
+def test_logits_that_depend_on_later_tokens_are_found():
+    """Only a model that looks ahead is reported, also if it draws random numbers. A model with a
+    counter cannot be checked."""
+    table, calls = torch.randn(8, 8, generator=torch.Generator().manual_seed(0)), []
+    models = {
+        "causal": lambda idx: table[idx].cumsum(1),
+        "noise": lambda idx: table[idx] + torch.randn(1),
+        "ahead": lambda idx: table[idx] + 0.01 * table[idx].roll(-1, 1),
+        "mean": lambda idx: table[idx] / table[idx].norm(dim=1, keepdim=True),
+        "counter": lambda idx: table[idx] + (calls.append(1) or len(calls))}
+    x = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0]])
+    found = {name: check.leak_problem(lambda idx: (model(idx), None), x, tolerance=1e-5)
+             for name, model in models.items()}
+    assert found["causal"] is None and found["noise"] is None
+    assert "1 of the 4 positions before them change, the first at position 3" in found["ahead"][1]
+    assert "4 of the 4 positions" in found["mean"][1]
+    assert "called again" in found["counter"]
 
 def test_what_a_checkpoint_lacks_is_named():
     """Values that change during training, and that no checkpoint holds, are found: attributes of
@@ -389,7 +425,7 @@ def test_a_run_is_killed_after_its_checkpoint(tmp_path):
 
 def test_random_draws_in_training_are_noticed():
     """forward() draws from torch's generator with dropout, but not without it, and not during
-    evaluation."""
+    evaluation. Draws without a gradient are recorded separately."""
     for p, training, expected in ((0.5, True, True), (0.0, True, False), (0.5, False, False)):
         model, report = torch.nn.Sequential(torch.nn.Dropout(p)), {}
         run = types.SimpleNamespace(device=torch.device("cpu"),
@@ -397,7 +433,10 @@ def test_random_draws_in_training_are_noticed():
         check.watch_draws(run, report)
         model.train(training)
         model(torch.ones(2))
-        assert report == {"draws": expected}
+        assert report == {"draws": expected, "draws_without_grad": False}
+        with torch.no_grad():
+            model(torch.ones(2))
+        assert report == {"draws": expected, "draws_without_grad": expected}
 
 def test_processes_that_wait_for_each_other_are_stopped(tmp_path):
     """A run whose log no longer grows is stopped, and the error says so."""
