@@ -21,6 +21,7 @@ only in an edited copy of this file.
 """
 import ast
 import contextlib
+import copy
 import ctypes
 import datetime
 import gc
@@ -1011,10 +1012,10 @@ def load_hugging_face(name):
 def save_hugging_face(model, folder, encoding=None):
     """Write a folder with the model and its tokenizer that transformers can load.
 
-    model: a GPT on the CPU. Raise UserError if transformers would return different logits or token
-    ids.
+    Raise UserError if transformers would return different logits or token ids.
     """
     import transformers
+    model = copy.deepcopy(model).to("cpu")  # the copy is not compiled
     c = model.config
     end = encoding.eot_token if encoding else c.n_vocab - 1
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -2326,7 +2327,7 @@ def export(run):
         else:  # a new model with max_steps=0 has no checkpoint
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(content, str(best or "the model"))
-        model = trained_model(run.cfg, run.encoding, weights).to("cpu")
+        model = trained_model(run.cfg, run.encoding, weights)
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and hellaswag.py")
     except Exception as e:  # for example, transformers may be missing
