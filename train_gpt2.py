@@ -95,7 +95,7 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
     epochs: float = 0.0             # passes over the data; if above 0, this sets max_steps
-    minutes: float = 0.0            # if above 0, train for as many steps as fit into this time
+    minutes: float = 0.0            # if above 0, train for as many steps as fit into these minutes
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -191,7 +191,7 @@ class GPTConfig:
         return 0.02 / math.sqrt(2 * self.n_layer)
 
 def padded(n_vocab):
-    """Return n_vocab rounded up to a multiple of 128. GPUs multiply such matrices faster."""
+    """Return n_vocab rounded up to a multiple of 128, a size of matrix that GPUs handle faster."""
     return math.ceil(n_vocab / 128) * 128
 
 Norm = nn.LayerNorm  # the class of all norms in the model: edit this line to try a different one
@@ -1118,6 +1118,13 @@ def load_tensors(model, weights):
                         f"({first_line(e)}): use the code that the weights were made with."
                         ) from None
 
+def trained_model(cfg, encoding, weights):
+    """Return the model with these weights, as build_model() builds it."""
+    model = build_model(cfg, encoding, weights)
+    # For edits: an edit of build_model() may have changed the weights
+    model.load_state_dict(weights.tensors, strict=False)
+    return model
+
 # ---- Processes, random seeds and the machine. torchrun starts one process per GPU and numbers
 # them. "auto" chooses what is fast on this machine. If a GPU cannot be used, a message says why
 def rank():
@@ -1365,8 +1372,7 @@ def mask_corrections(batches):
     The loss of a step is the mean over all its targets. The mean of the micro-batches' losses is
     the same number only if all micro-batches have the same number of targets that are not -100.
     Otherwise, multiply each loss by (number of its targets) / (mean number per micro-batch, over
-    all processes). In the unedited file, no target is masked, and each
-    factor is 1.
+    all processes). In the unedited file, no target is masked, and each factor is 1.
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(n_targets.sum()) / (len(batches) * world_size())
@@ -1390,25 +1396,6 @@ def check_parameters(raw_model, optimizers):
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
-
-@torch.no_grad()
-def difference_of_weights(raw_model):
-    """Return a message if the processes have different weights, or None otherwise.
-
-    DDP averages the gradients, so they are the same even then. Each process would train a model of
-    its own, for example if an edit skips an update because of the loss of one process.
-    """
-    if world_size() == 1:
-        return None
-    norm = nn.utils.get_total_norm(list(raw_model.parameters()))
-    norms = [torch.empty_like(norm) for _ in range(world_size())]
-    dist.all_gather(norms, norm)
-    norms = torch.stack(norms).tolist()
-    if max(norms) - min(norms) > 1e-5 * max(norms):  # allows for rounding
-        return (f"The weights of the processes have norms from {min(norms):.7g} to "
-                f"{max(norms):.7g}, so they train different models. Decide about an update by "
-                "numbers that are the same in all processes.")
-    return None
 
 def check_rows(cfg, step, rows):
     """Raise UserError if the rows of a step are not a multiple of B * processes."""
@@ -2038,7 +2025,8 @@ def description(run, saved):
         lines.append("This run is finished. It is only validated, sampled and exported again.")
     return "\n".join(lines)
 
-# ---- Monitoring: log.txt is for programs, stdout for people
+# ---- Monitoring and saving. log.txt is for programs, stdout for people. Steps and weights are
+# checked before they are reported and saved
 def report(run, step, metric, value, note="", print_always=False):
     """Append a value to log.txt, which plot_curves() reads, and print it if a line is due.
 
@@ -2096,11 +2084,6 @@ def fail(run, message):
         run.folder.write_run({"failed": message})
         raise UserError(message)
 
-def save(run):
-    """Start saving the current step. First raise UserError if processes have different weights."""
-    fail(run, difference_of_weights(run.state.raw_model))
-    run.folder.save(run.state)
-
 def disagreement(step, norms):
     """Return a message if the processes' gradients have different norms, or None otherwise."""
     # 1e-5 allows for rounding, since different kinds of GPU may add in a different order
@@ -2110,6 +2093,25 @@ def disagreement(step, norms):
                 "Whatever an edit adds to gradients must be the same in all processes, and a "
                 "parameter that one of them does not use (for example an idle expert) needs a "
                 "gradient of zeros.")
+
+@torch.no_grad()
+def difference_of_weights(raw_model):
+    """Return a message if the processes have different weights, or None otherwise.
+
+    DDP averages the gradients, so they are the same even then. Each process would train a model of
+    its own, for example if an edit skips an update because of the loss of one process.
+    """
+    if world_size() == 1:
+        return None
+    norm = nn.utils.get_total_norm(list(raw_model.parameters()))
+    norms = [torch.empty_like(norm) for _ in range(world_size())]
+    dist.all_gather(norms, norm)
+    norms = torch.stack(norms).tolist()
+    if max(norms) - min(norms) > 1e-5 * max(norms):  # allows for rounding
+        return (f"The weights of the processes have norms from {min(norms):.7g} to "
+                f"{max(norms):.7g}, so they train different models. Decide about an update by "
+                "numbers that are the same in all processes.")
+    return None
 
 def divergence(run, step, loss, norm):
     """Return a message if the loss or the norm shows that the model has diverged, or else None."""
@@ -2124,6 +2126,11 @@ def divergence(run, step, loss, norm):
             "the vocabulary, zeros), float16, an edit, or cuDNN's attention, which "
             "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To start again from before this step, use "
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
+
+def save(run):
+    """Start saving the current step. First raise UserError if processes have different weights."""
+    fail(run, difference_of_weights(run.state.raw_model))
+    run.folder.save(run.state)
 
 def report_step(run, step, loss, norm):
     """Report the loss and the gradient norm of a step."""
@@ -2220,13 +2227,6 @@ def print_sample(run):
         with run.autocast():
             text = sample_text(state.eval_model, run.encoding, cfg, seed=cfg.seed + state.step)
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
-
-def trained_model(cfg, encoding, weights):
-    """Return the model with these weights, as build_model() builds it."""
-    model = build_model(cfg, encoding, weights)
-    # For edits: an edit of build_model() may have changed the weights
-    model.load_state_dict(weights.tensors, strict=False)
-    return model
 
 def sample_only(cfg, device, weights):
     """Print cfg.sample samples from the given weights, computed in the dtype of the weights."""
