@@ -10,10 +10,9 @@ token ids in an .npy file: uint16, or uint32 if the encoding has more than
 shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as without the interruption.
 
-This file also holds the helpers that all three scripts share. They are not in
-train_gpt2.py for two reasons. If fineweb.py imported train_gpt2.py while that
-script is running as __main__, Python would load it a second time and create a
-second UserError class. Each worker process would also have to import torch.
+This file also holds the helpers that all three scripts share. They are here
+because the worker processes import this file. If it imported train_gpt2.py,
+each worker would have to import torch.
 """
 import argparse
 import contextlib
@@ -310,25 +309,26 @@ def read_batches(urls, start_file, start_row):
     if a file cannot be read.
     """
     import fsspec  # datasets and torch depend on it, so it is always installed
-    row = start_row  # the next row to read in the current file
+    row = start_row  # the first row of the current batch
     for file_number in range(start_file, len(urls)):
         url = urls[file_number]
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
+        texts = []  # of the current batch
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
             with filesystem.open(path, block_size=32 << 20, compression="infer") as file:
                 for contents in read_rows(file, row):
-                    batch_row = row
-                    texts = []
                     for content in contents:
                         texts.append(text_of(content))
-                        row += 1  # if text_of() fails, the message below names this row
-                    yield file_number, batch_row, texts
+                    yield file_number, row, texts
+                    row += len(texts)
+                    texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            raise UserError(f"{url} cannot be read from row {row + 1} on ({type(e).__name__}: "
+            failed_row = row + len(texts) + 1  # counted from 1
+            raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{first_line(e)}): repair the file or the network, and repeat the "
                             f"command to resume.") from None
         row = 0  # the next file is read from its start
@@ -431,17 +431,29 @@ def answer_requests(connection, encoding_name):
             return
 
 # Ctrl-C sends SIGINT to every foreground process in the terminal, and a cluster may send SIGTERM to
-# every process in a job. Only the main process acts on them, because workers end when it does.
+# every process in a job. Only the main process acts on them: it ends, and then its workers end too.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
+def end_at_once(signal_number, frame):
+    """Handle Ctrl-C and SIGTERM: print one line and end the process, whatever it is doing.
+
+    Raising KeyboardInterrupt is not safe. If it arrives while a library holds a lock, the lock
+    may stay locked, and the process hangs during clean-up. No clean-up is needed here: finished
+    shards are on the disk, the next run deletes a half-written file, the operating system releases
+    the folder's lock, and workers end when the main process has ended.
+    """
+    try:
+        os.write(2, b"\nStopped. Repeat the command to resume after the last finished shard.\n")
+    finally:
+        os._exit(130)
+
 @contextlib.contextmanager
-def new_processes_ignore_signals():
-    """Make processes that are started inside this block ignore STOP_SIGNALS permanently."""
+def new_processes_block_signals():
+    """Make processes that are started inside this block never receive STOP_SIGNALS."""
     if not hasattr(signal, "pthread_sigmask"):  # on Windows
         yield
         return
-    # A new process inherits the blocked signals of the thread that starts it. This does not protect
-    # the main process, whose other threads still receive signals: see signals_deferred().
+    # A new process inherits the blocked signals of the thread that starts it.
     # Multiprocessing unblocks signals when it starts its resource tracker, so let it do that first.
     resource_tracker.ensure_running()
     blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -452,10 +464,11 @@ def new_processes_ignore_signals():
 
 @contextlib.contextmanager
 def signals_deferred():
-    """Hold back STOP_SIGNALS sent to the main process until the block ends, and then handle them.
+    """If the main process receives STOP_SIGNALS inside this block, handle them when it ends.
 
-    Otherwise end_at_once() might end the process while it starts a worker, and the unfinished
-    worker would print a traceback.
+    Otherwise end_at_once() might end the main process while it starts a worker, and the unfinished
+    worker would print a traceback. new_processes_block_signals() cannot prevent this. It blocks the
+    signals in one thread, and the main process has others (of libraries) that would receive them.
     """
     arrived = []
     handlers = {}
@@ -475,7 +488,7 @@ def tokenize_all(batches, nprocs, name):
     Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
-    with signals_deferred(), new_processes_ignore_signals():
+    with signals_deferred(), new_processes_block_signals():
         workers = [Worker(name) for _ in range(nprocs)]
     idle_workers = deque(workers)  # a deque is thread-safe
 
@@ -499,7 +512,7 @@ def tokenize_all(batches, nprocs, name):
             yield jobs.popleft().result()
     finally:
         for worker in workers:
-            worker.stop()
+            worker.stop()  # this also ends the thread that waits for the worker
         threads.shutdown(cancel_futures=True)
 
 # -------------------------------------------------------------------------------------- shards
@@ -523,17 +536,16 @@ class Shard(NamedTuple):
     documents: int  # number of documents that start in it
     end: Place
 
-def source_files(shards, files):
-    """Return the files from which these shards were made. The other files may still change."""
-    return files[:shards[-1].end.file_number + 1] if shards else []
+def settings_of(cfg, files, shards):
+    """Return {name: value} for everything that determines the content of these Shards.
 
-def settings_of(cfg, files):
-    """Return {name: value} for everything that determines the shards made from these files.
-
-    files: [(path or URL, size in bytes)]
+    The values are constants, and the names and sizes of the files up to the one in which the last
+    shard ends. Later files may be added or changed before the next run.
+    files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    for number, (url, size) in enumerate(files):
+    n_used = shards[-1].end.file_number + 1 if shards else 0
+    for number, (url, size) in enumerate(files[:n_used]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
@@ -560,7 +572,7 @@ def write_manifest(cfg, files, shards):
         entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
                         "file": shard.end.file_number, "row": shard.end.row,
                         "used": shard.end.offset})
-    manifest = {"settings": settings_of(cfg, source_files(shards, files)), "shards": entries}
+    manifest = {"settings": settings_of(cfg, files, shards), "shards": entries}
     content = json.dumps(manifest, indent=1).encode()
     write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
 
@@ -582,10 +594,11 @@ def write_into_local_dir(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir that this run keeps.
 
-    These are the shards in the manifest, up to the first one whose file is missing. Raise UserError
-    if local_dir has training shards that were made with different settings or from different files.
-    If it has no training shards, start anew: a lone validation shard is left over from a corpus
-    that was too short, and is overwritten.
+    These are the shards in the manifest, up to the first one whose file is missing.
+
+    If the manifest is missing, or was written with different settings or files, no shard is kept.
+    In that case, raise UserError if there are training shards. Without any, a validation shard is
+    left over from a corpus that was too short, and will be overwritten.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -596,7 +609,7 @@ def find_finished(cfg, files):
                             f"made: restore it, or choose a different --local_dir.")
         return []
     before, shards = read_manifest(manifest)
-    now = settings_of(cfg, source_files(shards, files))
+    now = settings_of(cfg, files, shards)
     changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                for name in {**before, **now} if before.get(name) != now.get(name)]
     if not changes:
@@ -670,7 +683,7 @@ def make_shards(cfg):
 
     Raise UserError for anything that the user can correct.
     """
-    if cfg.shard_size < 1025:  # one row needs T=1024 inputs and the last target
+    if cfg.shard_size < 1025:  # train_gpt2.py reads T + 1 tokens at a time, and T is 1024
         raise UserError(f"shard_size={cfg.shard_size}: it must be 1025 or more.")
     files = find_files(cfg.source, cfg.remote_name)
     folder = Path(cfg.local_dir)
@@ -694,19 +707,6 @@ def make_shards(cfg):
           f"To train on them: python train_gpt2.py --data={folder} --encoding={cfg.encoding}")
 
 # -------------------------------------------------------------------------------- command line
-def end_at_once(signal_number, frame):
-    """Handle Ctrl-C and SIGTERM: print one line and end the process, whatever it is doing.
-
-    Raising KeyboardInterrupt is not safe. If it arrives while a library holds a lock, the lock
-    may stay locked, and the process hangs during clean-up. No clean-up is needed here: finished
-    shards are on the disk, the next run deletes a half-written file, the operating system releases
-    the folder's lock, and workers end when the main process has ended.
-    """
-    try:
-        os.write(2, b"\nStopped. Repeat the command to resume after the last finished shard.\n")
-    finally:
-        os._exit(130)
-
 def main():
     """Do what the command line asks. Return the exit status: None or an error message."""
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr

@@ -122,42 +122,43 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # An ending continues the context, so it must not be encoded as the start of a text, where some
-    # tokenizers add a token or a space. Therefore put the word "a" in front of the ending, and then
-    # remove the tokens of "a". With GPT-2's encoding, "he sings" becomes the tokens of " he sings".
+    # A space precedes the ending, but encode(" he sings") is not right for all tokenizers, because
+    # some put a start token or a space in front of every text. Therefore encode "a he sings", and
+    # then remove as many tokens as encode("a") returns (including the start token, if any).
     n_tokens_of_a = len(encode("a"))
     endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings
 
+def collate(rows):
+    """Pad R rows with 0 to the length N of the longest one.
+
+    rows: pairs (context, ending) of lists of token ids.
+    Return tokens (R, N), and is_ending (R, N), which is 1 where a token belongs to an ending.
+    """
+    tokens = [torch.tensor(context + ending) for context, ending in rows]
+    is_ending = [torch.tensor([0] * len(context) + [1] * len(ending)) for context, ending in rows]
+    return pad_sequence(tokens, batch_first=True), pad_sequence(is_ending, batch_first=True)
+
 def render_example(example):
-    """Tokenize a question with GPT-2's encoding. Return (data, tokens, mask, label).
+    """Tokenize a question, for use in a notebook. Return (data, tokens, mask, label).
 
     data: a dict with the token ids of the context and the endings, and the label.
     tokens: (4, N) int64, one row per ending, padded with 0.
     mask: (4, N) int64, 1 where a token belongs to an ending.
-    This function is for notebooks. The scripts do not call it.
+    The encoding is GPT-2's.
     """
     context, endings = tokenize(example)
     data = {"context": context, "endings": endings, "label": example["label"]}
     tokens, mask = collate([(context, ending) for ending in endings])
     return data, tokens, mask, example["label"]
 
-def collate(rows):
-    """Pad R rows with 0 to the length N of the longest one.
-
-    rows: pairs (context, ending) of lists of token ids.
-    Return tokens (R, N), and a mask (R, N) that is 1 where a token belongs to an ending.
-    """
-    tokens = [torch.tensor(context + ending) for context, ending in rows]
-    mask = [torch.tensor([0] * len(context) + [1] * len(ending)) for context, ending in rows]
-    return pad_sequence(tokens, batch_first=True), pad_sequence(mask, batch_first=True)
-
 def cut_to_fit(context, endings, block_size):
     """Cut a question so that each row fits a model. Return its (context, endings) as token ids.
 
     A row is the context followed by an ending. It has at most block_size + 1 tokens, because its
     last token is only a target, not an input. The context, which all four rows share, is cut on the
-    left. An ending is cut on the right if otherwise no token of the context would be left.
+    left. An ending of more than block_size tokens is cut on the right, so that at least one token
+    of the context is left.
     """
     endings = [ending[:block_size] for ending in endings]
     longest_ending = max(len(ending) for ending in endings)
@@ -249,15 +250,15 @@ def ending_losses(model, tokens, is_ending):
     device = device_of(model)
     tokens = tokens.to(device)
     targets = tokens[:, 1:]  # (R, T - 1)
-    mask = is_ending[:, 1:].to(device) == 1  # (R, T - 1), True for an ending's targets
+    counts = is_ending[:, 1:].to(device) == 1  # (R, T - 1), whether a target is in the ending
     # Run the model eagerly, for speed: otherwise it would be compiled again for each batch shape.
     with torch.compiler.set_stance("force_eager"):
         output = model(tokens[:, :-1])
     # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
     # and a plain function returns the logits (R, T - 1, V) themselves.
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
-    losses = F.cross_entropy(logits[mask].float(), targets[mask], reduction="none")  # (n,)
-    row_of_loss = mask.nonzero()[:, 0].cpu()  # (n,)
+    losses = F.cross_entropy(logits[counts].float(), targets[counts], reduction="none")  # (n,)
+    row_of_loss = counts.nonzero()[:, 0].cpu()  # (n,)
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64
     return sums.index_add_(0, row_of_loss, losses.cpu().double())
 
@@ -267,12 +268,13 @@ def evaluate(model, examples, progress=False):
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
     precision with torch.autocast.
-    examples: what prepare() returned or, for a model with GPT-2's encoding, the dicts from
-    iterate_examples().
+    examples: questions, as Prepared or as dicts. Dicts are prepared here, with GPT-2's encoding.
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """
-    prepared = examples if isinstance(examples, Prepared) else prepare(examples, model)
+    prepared = examples
+    if not isinstance(examples, Prepared):
+        prepared = prepare(examples, model)
     rank, n_ranks = rank_and_world_size()
     sums = torch.zeros(prepared.lengths.numel(), dtype=torch.float64)
     batches = tqdm(prepared.batches[rank::n_ranks], unit="batch", disable=not progress)
@@ -311,7 +313,7 @@ def load_model(name, device):
             if not encode("a"):  # transformers returns an empty tokenizer if the folder has none
                 raise ValueError("it has no tokenizer")
         model.config.use_cache = False  # saves memory: 5 GB of keys and values with GPT-2 XL
-        return model.float().to(device), encode
+        return model.float().to(device).eval(), encode
     except Exception as e:  # errors of the hub, HTTP, safetensors, ... have no common class
         raise UserError(f"-m {name} cannot be loaded on -d {device} ({first_line(e)}): give the "
                         f"name of a model on the hub, such as gpt2, or a folder, such as log/hf."

@@ -132,38 +132,6 @@ FINETUNE = dict(
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
     sample_tokens=100, save_every=10, keep_every=0, log_dir="log_finetune")
 
-# ---- Initial weights. Each one is a function of its name and of the seed given to torch, so adding
-# a layer does not change the initial weights of the other layers. The name of a weight is known
-# only after the whole GPT has been built. Therefore draw_later() first fills a weight with a
-# placeholder. At the end of GPT.__init__, init_weights() replaces each entry that is still equal to
-# the placeholder, and keeps entries that a module has set itself
-PLACEHOLDER = 2.0**17  # no real weight is this large
-
-def draw_later(layer, std=0.02):
-    """Mark a layer's weight, so that init_weights() draws it from Normal(0, std).
-
-    Set the layer's bias to 0. Return the layer.
-    """
-    nn.init.constant_(layer.weight, PLACEHOLDER)
-    layer.weight.init_std = std
-    if getattr(layer, "bias", None) is not None:
-        nn.init.zeros_(layer.bias)
-    return layer
-
-@torch.no_grad()
-def init_weights(model):
-    """Draw the weights of all layers that were given to draw_later().
-
-    A weight must not be scaled or copied before this function has drawn it: check_parameters()
-    would find the changed or copied placeholders and raise an error.
-    """
-    for name, p in model.named_parameters():  # a weight that two layers share is listed once
-        if hasattr(p, "init_std"):
-            # initial_seed() is the seed that build_model() has given to torch
-            generator = torch.Generator().manual_seed(seed_from(torch.initial_seed(), name))
-            drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
-
 # ---- GPT-2
 @dataclass
 class GPTConfig:
@@ -171,7 +139,7 @@ class GPTConfig:
 
     For a new model, block_size is T in Config, vocab_size and n_vocab come from the encoding, and
     all others have the values in Config. If training starts from existing weights, the weights
-    determine all constants except dropout (see build_model).
+    determine all constants except dropout (see model_config).
     """
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded to a multiple of 128
@@ -201,6 +169,8 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
+        # draw_later() returns its layer. The layer's weight gets random numbers once the whole GPT
+        # has been built, from Normal(0, 0.02) or with the std that is given
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
         self.dropout = config.dropout
@@ -242,8 +212,11 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019, section 2.3). Parameters are named as in OpenAI's weights."""
-    def __init__(self, config):
+    """GPT-2 (Radford et al. 2019, section 2.3). Parameters are named as in OpenAI's weights.
+
+    seed: determines the initial weights.
+    """
+    def __init__(self, config, seed=0):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict(dict(
@@ -256,7 +229,7 @@ class GPT(nn.Module):
         # have similar vectors in both (Press and Wolf 2017). This saves 39 M parameters
         self.lm_head = draw_later(nn.Linear(config.n_embd, config.vocab_size, bias=False))
         self.lm_head.weight = self.transformer.wte.weight  # to untie the two, remove this line
-        init_weights(self)
+        init_weights(self, seed)
         # The padding rows remain 0: they get no gradient, because forward() drops their logits
         with torch.no_grad():
             self.transformer.wte.weight[config.n_vocab:] = 0
@@ -314,115 +287,147 @@ class GPT(nn.Module):
         return idx
 
     @classmethod
-    def from_pretrained(cls, source, **defaults):
+    def from_pretrained(cls, source, **constants):
         """Return a GPT with the weights in `source`.
 
         source: gpt2 ... gpt2-xl, a Hugging Face folder, a run's folder, a .pt file, or what
         read_weights() returns for one of these.
 
-        defaults: constants of GPTConfig, for example dropout. If a constant is stored with the
-        weights, the stored value is used instead. Parameters missing from the weights keep their
-        initial values. Raise UserError if the weights cannot be read or do not fit the model.
+        constants: constants of GPTConfig that are not stored with the weights, for example dropout.
+        Parameters missing from the weights keep their initial values. Raise UserError if the
+        weights cannot be read or do not fit the model.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
-        model = cls(config_for_weights(weights, defaults))
-        load_tensors(model, weights)
+        model = cls(config_for_weights(weights, constants))
+        load_weights(model, weights)
         return model
 
-def build_model(cfg, encoding, weights=None):
-    """Return the GPT to train: a new one, or one that starts from `weights`.
+# ---- Initial weights. The random numbers of a weight depend only on the seed and on its name (for
+# example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
+# the other layers. But a layer does not know its full name while it is being built. Therefore the
+# weights are drawn in two steps: draw_later() fills the weight of a layer with a placeholder, and
+# when GPT.__init__ has built all layers, init_weights() puts random numbers in place of the
+# placeholders
+PLACEHOLDER = 2.0**17  # no real weight is this large
 
-    A resumed run also builds its model here. The weights in the checkpoint are loaded afterwards.
+def draw_later(layer, std=0.02):
+    """Fill a layer's weight with placeholders, for which init_weights() draws Normal(0, std).
+
+    Set the layer's bias to 0. Return the layer. After this call, a module may still set all or some
+    elements of the weight itself. It must not scale or copy the weight, because it would scale or
+    copy placeholders (the script reports this as an error).
+    """
+    nn.init.constant_(layer.weight, PLACEHOLDER)
+    layer.weight.init_std = std
+    if getattr(layer, "bias", None) is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+@torch.no_grad()
+def init_weights(model, seed):
+    """Replace all placeholders in a model with random numbers that depend on seed and name."""
+    for name, p in model.named_parameters():  # a weight that two layers share is listed once
+        if hasattr(p, "init_std"):
+            generator = torch.Generator().manual_seed(seed_from(seed, name))
+            drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
+            p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
+
+def seed_from(*key):
+    """Return a seed that is a function of numbers and names, for example (seed, "wte.weight")."""
+    numbers = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key]
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
+# ---- The model to train
+def build_model(cfg, config, weights=None):
+    """Return the GPT to train, with the constants in `config` (a GPTConfig).
+
+    weights: the Weights of a new run with init_from. Other weights are loaded after this function:
+    those in a checkpoint when a run is resumed, and those that are sampled or exported.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
     parameters do not become parameters of the model. Before you call it in GPT.forward, move it
     with .to(idx.device).
     """
-    torch.manual_seed(cfg.seed)  # init_weights() derives its random draws from this seed
-    if weights is None:
-        model = GPT(GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
-                              n_vocab=encoding.n_vocab, **model_constants(cfg)))
-    else:  # the weights override all of these constants except dropout
-        model = GPT.from_pretrained(weights, **model_constants(cfg))
+    torch.manual_seed(cfg.seed)  # for layers that an edit adds without draw_later()
+    model = GPT(config, cfg.seed)
+    if weights is not None:
+        load_weights(model, weights)
     return model
-
-def model_constants(cfg):
-    """Return the constants that Config and GPTConfig share, with their values in cfg."""
-    return {name: value for name, value in asdict(cfg).items() if name in asdict(GPTConfig())}
 
 # ---- Data
 class DataLoaderLite:
     """Rows of T + 1 tokens from shards.
 
-    The rows of a shard begin at its tokens 0, T, 2 T and so on. The model reads the first T tokens
-    of a row and predicts the last T, so the last token of a row is also the first token of the next
-    one. An epoch visits each row once, in file order or in an order drawn from (seed, epoch). Rows
-    are numbered in the order in which they are visited, and each epoch continues the numbering of
-    the previous one.
+    Each shard is cut into pieces, which begin at its tokens 0, T, 2 T and so on. The model reads
+    the first T tokens of a piece and predicts the last T, so the last token of a piece is also the
+    first token of the next one.
+
+    An epoch reads each piece once, in the order of the files or, with `shuffle`, in a random order
+    that is drawn from (seed, epoch). Rows are pieces in the order in which they are read, numbered
+    from 0 on over all epochs. With 12 pieces, epoch 0 reads rows 0 to 11, epoch 1 rows 12 to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
-    UserError. recut: shift the beginnings of all rows by a different amount in each epoch, so that
-    a small text yields new rows.
+    UserError. recut: shift the beginnings of all pieces by a different amount in each epoch, so
+    that a small text yields new rows.
     """
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
         self.seed, self.shuffle, self.recut = seed, shuffle, recut
         self.lengths = [len(open_shard(shard)) for shard in shards]
-        self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
-        self.rows_per_epoch = int(self.rows_in_shard.sum())
-        self.open_number, self.tokens = None, None  # the most recently read shard
+        self.pieces_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
+        self.rows_per_epoch = int(self.pieces_in_shard.sum())
+        self.last_shard, self.last_tokens = None, None  # the shard that was read last: index, ids
 
     def locate(self, row):
-        """Return the number of the shard that holds a row, and the token at which the row begins.
+        """Return the index of the shard that a row is read from, and the token at which it begins.
 
-        Example: shards 0, 1 and 2 have 3, 5 and 4 rows, and T is 10. Suppose that epoch 1 visits
-        the shards in the order 2, 0, 1, and the rows of shard 0 in the order 1, 2, 0. Before row
-        17, it has visited 5 rows: the 4 rows of shard 2, and row 1 of shard 0. So row 17 is row 2
-        of shard 0, which begins at token 20.
+        Example: shards 0, 1 and 2 have 3, 5 and 4 pieces, and T is 10. Row 17 is read in epoch 1,
+        after 5 other rows. If this epoch reads the shards in the order 2, 0, 1, then 4 of these 5
+        rows are from shard 2, and one is from shard 0. If the pieces of shard 0 are read in the
+        order 1, 2, 0, then row 17 is piece 2, which begins at token 20.
         """
-        epoch, visited = divmod(row, self.rows_per_epoch)            # 1, 5
+        epoch, n_read = divmod(row, self.rows_per_epoch)          # 1, 5
         shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)  # 2, 0, 1
-        ends = self.rows_in_shard[shard_order].cumsum()              # 4, 7, 12
-        i = int(ends.searchsorted(visited, side="right"))            # 1
-        number = int(shard_order[i])                                 # 0
-        rows = int(self.rows_in_shard[number])                       # 3
-        visited_in_shard = visited - (int(ends[i]) - rows)           # 1
-        row_order = permutation(self.shuffle, rows, self.seed, epoch, number)  # 1, 2, 0
-        start = int(row_order[visited_in_shard]) * self.T            # 20
+        ends = self.pieces_in_shard[shard_order].cumsum()         # 4, 7, 12
+        i = int(ends.searchsorted(n_read, side="right"))          # 1
+        shard = int(shard_order[i])                               # 0
+        n_pieces = int(self.pieces_in_shard[shard])               # 3
+        n_read_of_shard = n_read - (int(ends[i]) - n_pieces)      # 1
+        piece_order = permutation(self.shuffle, n_pieces, self.seed, epoch, shard)  # 1, 2, 0
+        start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
-            # Move all rows of this epoch to the left (the first one cannot move). Multiples of
+            # Move all pieces of this epoch to the left (the first one cannot move). Multiples of
             # 0.618 T, modulo T, are far apart, so consecutive epochs get different rows
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
-        return number, start
+        return shard, start
 
     def read(self, row, B):
-        """Return rows `row` to row + B - 1 as an array (B, T + 1).
+        """Return the tokens of rows `row` to row + B - 1 as an array (B, T + 1).
 
         The array is int64, because torch has no uint16 arithmetic.
         """
-        rows = np.empty((B, self.T + 1), dtype=np.int64)
+        tokens = np.empty((B, self.T + 1), dtype=np.int64)
         for b in range(B):
-            shard_number, start = self.locate(row + b)
-            if shard_number != self.open_number:
-                self.open_number = shard_number
-                self.tokens = open_shard(self.shards[shard_number])
-            rows[b] = self.tokens[start:start + self.T + 1]
-            if rows[b].max() >= self.n_vocab:
-                raise UserError(f"{self.shards[shard_number]} contains the id {rows[b].max()}, but "
-                                f"the encoding has only {self.n_vocab} ids. Set --encoding to the "
+            shard, start = self.locate(row + b)
+            if shard != self.last_shard:
+                self.last_shard, self.last_tokens = shard, open_shard(self.shards[shard])
+            tokens[b] = self.last_tokens[start:start + self.T + 1]
+            if tokens[b].max() >= self.n_vocab:
+                raise UserError(f"{self.shards[shard]} contains the id {tokens[b].max()}, but the "
+                                f"encoding has only {self.n_vocab} ids. Set --encoding to the "
                                 "encoding that the shard was made with.")
-        return rows
+        return tokens
 
     def batch(self, row, B, device=torch.device("cpu")):
         """Return inputs x and targets y (x shifted by one token), both (B, T), on `device`."""
-        rows = torch.from_numpy(self.read(row, B))
+        tokens = torch.from_numpy(self.read(row, B))
         if device.type == "cuda":  # a copy from pinned memory does not block the CPU
-            rows = rows.pin_memory()
-        rows = rows.to(device, non_blocking=device.type == "cuda")
+            tokens = tokens.pin_memory()
+        tokens = tokens.to(device, non_blocking=device.type == "cuda")
         # For edits: these are copies, so that changing x in place does not change y
-        return rows[:, :-1].clone(), rows[:, 1:].clone()
+        return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
 # The cache holds 4 permutations: of the shards, and of the rows of the open shard, each for
 # training and for validation. The permutations of all shards would need too much memory
@@ -442,13 +447,13 @@ def rows_before(cfg, step):
     """
     return step * (cfg.total_batch_size // cfg.T)
 
+def rows_of_step(cfg, step):
+    """Return the number of rows that a step reads."""
+    return rows_before(cfg, step + 1) - rows_before(cfg, step)
+
 # ---- Learning rate and optimizers
 def get_lr(step, cfg):
-    """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr.
-
-    An optimizer group that was built with a different lr follows the same curve, scaled to that lr
-    (see step_optimizers).
-    """
+    """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr."""
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
     progress = min(1.0, (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps))
@@ -493,8 +498,9 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
-        average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * gradient
-        return p.grad.lerp(average, momentum).to(self.dtype)  # the same mix, with the new average
+        average.lerp_(p.grad, 1 - momentum)  # = momentum * average + (1 - momentum) * p.grad
+        ahead = p.grad.lerp(average, momentum)  # = momentum * average + (1 - momentum) * p.grad
+        return ahead.to(self.dtype)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -503,22 +509,26 @@ class Muon(torch.optim.Optimizer):
             for name, p in zip(group["param_names"], group["params"]):
                 if p.grad is None:  # not used in this step
                     continue
-                gradient = self.nesterov_momentum(p, group["momentum"])
+                average = self.nesterov_momentum(p, group["momentum"])
                 # c_attn stacks three matrices, for query, key and value. For edits: a c_attn with
                 # a different shape is treated as one matrix
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
-                for weight, G in zip(p.chunk(n), gradient.chunk(n)):  # weight is a view of p
+                for weight, G in zip(p.chunk(n), average.chunk(n)):  # weight is a view of p
                     if G.size(0) > G.size(1):  # wide matrices are cheaper, so transpose tall ones
                         weight, G = weight.mT, G.mT
                     by_shape[G.shape].append((weight, G))
-            for (_, columns), batch in by_shape.items():
-                weights, gradients = zip(*batch)
-                for weight, update in zip(weights, newton_schulz(torch.stack(gradients))):
+            for shape, batch in by_shape.items():
+                longer_side = shape[1]  # now all matrices are wide or square
+                weights, averages = zip(*batch)
+                for weight, update in zip(weights, newton_schulz(torch.stack(averages))):
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
-                    weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(columns))
+                    weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(longer_side))
 
-def configure_optimizers(raw_model, cfg, dtype=torch.float32):
-    """Return [AdamW], or [AdamW, Muon] with Muon for the matrices in the blocks."""
+def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
+    """Return [AdamW], or [AdamW, Muon] with Muon for the matrices in the blocks.
+
+    muon_dtype: the dtype in which Muon orthogonalizes.
+    """
     for_muon = []
     if cfg.optimizer == "muon":
         in_blocks = raw_model.transformer.h.named_parameters()
@@ -533,18 +543,20 @@ def configure_optimizers(raw_model, cfg, dtype=torch.float32):
     adamw = torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
     if not for_muon:
         return [adamw]
-    return [adamw, Muon(for_muon, cfg.max_lr * cfg.muon_lr_ratio, cfg.weight_decay, dtype=dtype)]
+    muon = Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio, weight_decay=cfg.weight_decay,
+                dtype=muon_dtype)
+    return [adamw, muon]
 
 # ---- Training
 @dataclass
 class State:
-    """Everything that later steps depend on, apart from constants and data.
+    """The part of a run that a checkpoint saves and that a restart restores.
 
-    A checkpoint saves every attribute, and a restart restores them all. An attribute may be a
-    number, a string, a tensor, a list or dict of these, an object with state_dict(), or a list of
-    such objects. (An attribute that will become a dict or an object must be one from the start.)
-    Add your own attributes here (for example a running mean or averaged weights). An attribute that
-    cannot be saved raises an error before the first step.
+    Everything that later steps depend on, apart from constants and data, must be an attribute of
+    this class. Add your own attributes here (for example a running mean or averaged weights). An
+    attribute may be a number, a string, a tensor, a list or dict of these, an object with
+    state_dict(), or a list of such objects. Any other attribute raises an error before the first
+    step.
 
     raw_model is the GPT without the DDP wrapper. If it is compiled, it is compiled in place, so
     raw_model(idx) runs the compiled code.
@@ -553,14 +565,16 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time so far, without compiling, evaluating, saving
+    minutes: float = 0.0          # total time of the steps, without evaluating and saving
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                group["initial_lr"] = group["lr"]  # step_optimizers() scales it by the schedule
-        record_hyperparameters(self.optimizers)  # for load_optimizer()
+                # The hyperparameters as the code sets them. Training changes some of them: the
+                # learning rate and, in some optimizers, others
+                group["initial"] = {name: value for name, value in group.items()
+                                    if name not in ("params", "param_names")}
 
     @property
     def eval_model(self):
@@ -589,7 +603,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
     hellaswag: object             # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder"           # log_dir, or None in the temporary Run of steps_that_fit()
+    folder: "RunFolder"           # writes the files in log_dir
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the last step that was validated
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -609,7 +623,8 @@ def validation_loss(run, loader, model=None):
     total, counted = torch.zeros(2, device=run.device)
     for row in range(rank() * cfg.B, n_rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        if row + cfg.B > n_rows:  # the last batch has more rows than needed: ignore these
+        if row + cfg.B > n_rows:
+            # The last batch reads beyond the n_rows rows. Ignore the targets in the other rows
             y[n_rows - row:] = -100
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
@@ -622,29 +637,43 @@ def read_step(run):
     """Return this process's micro-batches of the next step: a list of (row, x, y).
 
     The rows of a step are dealt out B at a time: to rank 0, rank 1, ..., then to rank 0 again.
-    (resolve_config() has lowered B so that every micro-batch is full.) row is the number of a
-    micro-batch's first row; x and y are (B, T). To mask targets (set them to -100) or to change
-    inputs, edit this function.
+    Every micro-batch is full, since fitting_B() has chosen a B that divides the rows. row is the
+    number of a micro-batch's first row; x and y are (B, T). To mask targets (set them to -100) or
+    to change inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
+    check_rows(cfg, step)
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
-    check_rows(cfg, step, end - begin)
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
+
+def mask_corrections(batches):
+    """Return a factor per micro-batch, by which train_step() multiplies its loss.
+
+    For edits: all factors are 1, unless an edit of read_step() masks targets with -100.
+
+    The loss of a step is the mean over its targets. train_step() computes it as the mean of the
+    micro-batches' losses, which would give too much weight to the targets of a micro-batch with few
+    of them. Therefore a factor is the number of targets in the micro-batch, divided by the mean
+    number per micro-batch (over all processes).
+    """
+    n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
+    mean = sum_over_ranks(n_targets.sum()) / (len(batches) * world_size())
+    return n_targets / mean
 
 def train_step(run):
     """Take one optimizer step. Return the loss and the gradient norm before clipping.
 
-    The loss is the mean over this process's micro-batches (corrected if targets are masked). Its
-    average over the processes is the mean loss over all targets of the step. Both values are
-    tensors on the device, so the CPU need not wait for the GPU. (In float16 it does wait, since
-    GradScaler has to know whether a gradient overflowed.)
+    The loss is the mean over this process's micro-batches. Its average over the processes is the
+    mean loss over all targets of the step. Both values are tensors on the device, so the CPU need
+    not wait for the GPU. (In float16 it does wait, since GradScaler has to know whether a gradient
+    overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
+    corrections = mask_corrections(batches)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    corrections = mask_corrections(batches)  # For edits: all are 1, unless targets are masked
     for (row, x, y), correction in zip(batches, corrections):
         # The dropout masks are determined by the seed and the number of the first row, so that a
         # restart repeats them. (With dropout, a different B therefore changes the losses slightly)
@@ -658,7 +687,7 @@ def train_step(run):
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds gradients up. Divide by the number of micro-steps to get their mean
-            loss = loss / len(batches) * correction
+            loss = loss / len(batches) * correction  # correction is 1 if no target is masked
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
@@ -674,10 +703,14 @@ def train_step(run):
     return step_loss, norm
 
 def step_optimizers(state, cfg, norm):
-    """Set the learning rates, update the weights, and clear the gradients."""
+    """Set the learning rates, update the weights, and clear the gradients.
+
+    A group that configure_optimizers() built with max_lr gets the learning rate of get_lr(). A
+    group that was built with a different one, such as Muon's, follows the same curve, scaled.
+    """
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed. GradScaler.step() alone would skip
         # only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -697,10 +730,8 @@ def train(run):
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
         step = state.step
-        if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save first, so that no steps are lost if an evaluation fails. A step that was just
-            # loaded is skipped, and step 0 of a new model, which can be built again from the seed
-            save(run)
+        if due(cfg.save_every, run) or due(cfg.keep_every, run):  # later, prune() deletes some
+            save(run)  # start this before evaluating, so that a failed evaluation loses no steps
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag:
@@ -726,18 +757,20 @@ def train(run):
 # ==== Part two: what long runs need in practice
 # ---- Checkpoints. A checkpoint is a dict with these entries:
 #
-#     state                  the attributes of State, from which a run is resumed
-#     eval_model             the weights used for samples, for the export and by init_from. They are
-#                            those of raw_model (and stored only once), unless an edit averages them
-#     gpt_config, encoding   what is needed to use these weights
-#     constants              the constants of the run that wrote the checkpoint,
-#     data                   the fingerprint of its corpus,
-#     code                   and the checksum of its code. When the run is resumed, these three are
-#                            compared with the current ones
+#     state         State.state_dict(), from which a run is resumed
+#     eval_model    State.eval_model.state_dict(): the weights that are sampled and exported, and
+#                   from which --init_from starts
+#     gpt_config    the GPTConfig of the model, as a dict
+#     encoding      the name of the encoding
+#     constants     the run's Config, as a dict
+#     data          the fingerprint of the training data
+#     code          the checksum of the code
 #
-# The functions of this section convert State to this content and back
+# The last three belong to the command that wrote the checkpoint. A command with other constants or
+# data cannot resume the run; with other code it can, and a warning is printed. The functions of
+# this section convert State to the entry "state" and back
 def checkpoint_of(state, cfg, fingerprint):
-    """Return the content of a checkpoint. Its entries are described above."""
+    """Return the content of a checkpoint of `state`."""
     return {
         "state": state.state_dict(), "eval_model": state.eval_model.state_dict(),
         "gpt_config": asdict(state.raw_model.config), "encoding": cfg.encoding,
@@ -746,27 +779,45 @@ def checkpoint_of(state, cfg, fingerprint):
 def content_of(value):
     """Return the form in which a checkpoint stores an attribute of State."""
     if isinstance(value, torch.optim.Optimizer):
-        return value.state_dict() | {"class": type(value).__name__}
+        content = value.state_dict()
+        content["class"] = type(value).__name__
+        content["param_groups"] = [changed_by_training(group) for group in content["param_groups"]]
+        return content
     if hasattr(value, "state_dict"):
         return value.state_dict()
     if isinstance(value, list):
         return [content_of(part) for part in value]
     return value
 
+def changed_by_training(group):
+    """Return an optimizer group without the hyperparameters that still have their initial value.
+
+    They are not saved. A resumed run takes them from the code, so that an edit takes effect. A
+    value that training has changed is saved, for example a step count that an optimizer stores in
+    its groups.
+    """
+    initial = group["initial"]
+    unchanged = {name for name, value in initial.items() if group[name] == value}
+    return {name: value for name, value in group.items() if name not in unchanged | {"initial"}}
+
 def restore_state(state, saved):
     """Restore State's attributes from what state.state_dict() returned.
 
-    Load objects in place, and replace all other values. An attribute that is missing from `saved`
-    keeps its initial value. Raise ValueError if `saved` does not fit the objects in State.
+    Load objects in place, and replace all other values. A value that is missing from `saved` keeps
+    its initial value. Raise ValueError if the objects in `saved` are not those in State.
     """
     device = next(state.raw_model.parameters()).device
+    for name, value in vars(state).items():
+        if is_object(value) and name not in saved:
+            raise ValueError(f"the checkpoint does not contain State.{name}")
     for name, content in saved.items():
         value = getattr(state, name, None)
         if is_object(value):
             load_object(value, content)
         elif isinstance(content, dict) and not isinstance(value, dict):
-            # content_of() stores an object as a dict
-            raise ValueError(f"State lacks the object {name}, which the checkpoint contains")
+            # The content of an object is a dict, so perhaps State lacks this object now
+            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
+                             "State has none when it is created")
         else:
             setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
 
@@ -794,38 +845,14 @@ def moved(content, device):
         return [moved(part, device) for part in content]
     return content.to(device) if torch.is_tensor(content) else content
 
-def record_hyperparameters(optimizers):
-    """Store each optimizer group's hyperparameters, as set by the code, under "in_code"."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["in_code"] = {name: number for name, number in group.items()
-                                if name not in ("params", "param_names")}
-
 def load_optimizer(optimizer, content):
     """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
         raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
-    groups = [resumed_group(saved, group["in_code"])
-              for saved, group in zip(content["param_groups"], optimizer.param_groups, strict=True)]
+    own_groups = optimizer.state_dict()["param_groups"]
+    groups = [own | saved for own, saved in zip(own_groups, content["param_groups"], strict=True)]
     optimizer.load_state_dict(content | {"param_groups": groups})
-
-def resumed_group(saved, in_code):
-    """For edits: return the hyperparameters with which an optimizer group is resumed.
-
-    All hyperparameters, such as betas and weight decay, get the value in the code, so that an edit
-    takes effect. The exceptions are those that training has changed, for example a step count that
-    an optimizer keeps in its groups. They keep the saved value.
-
-    saved: the group in the checkpoint. in_code: the hyperparameters set by the current code.
-    """
-    group = saved | in_code
-    before_training = saved.get("in_code", in_code)  # checkpoints of earlier versions lack it
-    for name, number in before_training.items():
-        if saved.get(name, number) != number:  # training has changed it
-            group[name] = saved[name]
-    group["in_code"] = in_code
-    return group
 
 # ---- Reading a run's folder. Files may be damaged, or may come from an older version of this
 # script. Loading arbitrary Python objects could run code, so only plain values are loaded
@@ -853,37 +880,34 @@ def read_checkpoint(path, mmap=True):
     return in_todays_form(content)
 
 def in_todays_form(content):
-    """Convert a checkpoint written by an earlier version of this script to the current format.
+    """Return a checkpoint that may have been written by an earlier version in today's format."""
+    if "model" in content:  # until 23 November 2026
+        content = with_todays_names(content)
+    if "state" not in content:  # until 24 November 2026: State's attributes were entries
+        names = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
+        state = {name: value for name, value in content.items() if name not in names}
+        content = {name: content[name] for name in names if name in content} | {"state": state}
+    for optimizer in content["state"].get("optimizers", []):
+        groups = optimizer["param_groups"]
+        for i, group in enumerate(groups):
+            # On 24 November 2026, a group held all values, and the initial ones under these names
+            initial = group.pop("in_code", group.pop("as_built", None))
+            if initial is not None:
+                groups[i] = changed_by_training(group | {"initial": initial})
+    return content
 
-    In earlier versions, State's attributes were entries of the checkpoint itself. Until November
-    2026, some of them also had other names: eval_model was "model", raw_model was "trained",
-    State's numbers were in "numbers", and the classes of the optimizers were in "optimizer_names".
-    Tokens were not counted. For one day, "in_code" was called "as_built".
-    """
-    if "state" in content:
-        return content
+def with_todays_names(content):
+    """Return the entries that a checkpoint had until 23 November 2026 with today's names."""
     content = dict(content)
-    for optimizer in content.get("optimizers", []):
-        for group in optimizer["param_groups"]:
-            if "as_built" in group:
-                group["in_code"] = group.pop("as_built")
-    if "model" in content:  # with the other names
-        content["eval_model"] = content.pop("model")
-        content["raw_model"] = content.pop("trained", content["eval_model"])
-        content |= content.pop("numbers", {})
-        names = content.pop("optimizer_names", [])
-        for optimizer, name in zip(content.get("optimizers", []), names):
-            optimizer["class"] = name
-        if "constants" in content:
-            content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
-    not_state = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
-    converted = {name: value for name, value in content.items() if name in not_state}
-    converted["state"] = {name: value for name, value in content.items() if name not in not_state}
-    return converted
-
-def verify_checkpoint(path):
-    """Raise UserError if a checkpoint is damaged."""
-    read_checkpoint(path)
+    content["eval_model"] = content.pop("model")
+    # Weights that were trained, but not used otherwise (an edit averaged the weights)
+    content["raw_model"] = content.pop("trained", content["eval_model"])
+    content |= content.pop("numbers", {})
+    for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
+        optimizer["class"] = name
+    if "constants" in content:  # tokens were not counted
+        content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
+    return content
 
 def newest_checkpoint(folder):
     """Return the path of the newest undamaged checkpoint, or None if there is no checkpoint.
@@ -893,18 +917,18 @@ def newest_checkpoint(folder):
     found = find_checkpoints(folder)
     for path in found.values():
         try:
-            verify_checkpoint(path)
+            read_checkpoint(path)
             return path
         except UserError as e:
             print0(f"{e} Trying the previous checkpoint.")
     if found:
         raise UserError(f"Every checkpoint in {folder}/ is damaged: choose a different --log_dir.")
 
-def checkpoint_to_export(folder):
-    """Return the path of the undamaged checkpoint to sample from and to export, or None.
+def best_checkpoint(folder):
+    """Return the path of the checkpoint whose model is exported, sampled or given to init_from.
 
     It is the newest one or, if the validation loss has risen again (overfitting), the one with the
-    lowest validation loss.
+    lowest validation loss. Damaged checkpoints are left out. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
@@ -913,7 +937,7 @@ def checkpoint_to_export(folder):
     if steps and step_with_lowest_loss != max(steps):  # the loss has risen again
         path = found[step_with_lowest_loss]
         try:
-            verify_checkpoint(path)
+            read_checkpoint(path)
             return path
         except UserError as e:
             print0(f"{e} It had the lowest validation loss. The newest checkpoint is used instead.")
@@ -945,9 +969,12 @@ def code_checksum():
     lines = path.read_text(encoding="utf-8").splitlines()
     tree = ast.parse("\n".join(lines))
     for node in tree.body:
-        # Blank out the class Config and the assignments to SMALL and FINETUNE
-        names = [ast.unparse(target) for target in getattr(node, "targets", [])]
-        if {"Config", "SMALL", "FINETUNE"}.intersection([getattr(node, "name", ""), *names]):
+        name = ""
+        if isinstance(node, ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Assign):
+            name = ast.unparse(node.targets[0])
+        if name in ("Config", "SMALL", "FINETUNE"):  # blank out its lines
             lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
     lines += inspect.getsource(encoding_parts).splitlines()
     for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
@@ -995,8 +1022,10 @@ def load_hugging_face(name):
             block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
             n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
         source, target = hf.state_dict(), model.state_dict()
-        if unmatched := sorted([*info["missing_keys"], *source.keys() - target.keys()]):
-            raise ValueError(f"{unmatched[0]} is not in both models")
+        if info["missing_keys"]:  # transformers has given these weights random values
+            raise ValueError(f"it lacks {min(info['missing_keys'])}")
+        if unknown := source.keys() - target.keys():
+            raise ValueError(f"GPT in train_gpt2.py has no {min(unknown)}")
         for key, weight in source.items():
             weight = weight.t() if key.endswith(TRANSPOSED) else weight
             # target[key] shares its memory with the model. Only its first rows are overwritten,
@@ -1015,7 +1044,7 @@ def save_hugging_face(model, folder, encoding=None):
     Raise UserError if transformers would return different logits or token ids.
     """
     import transformers
-    model = copy.deepcopy(model).to("cpu")  # the copy is not compiled
+    model = copy.deepcopy(model).to("cpu")  # check_same_function() compares on the CPU
     c = model.config
     end = encoding.eot_token if encoding else c.n_vocab - 1
     hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -1074,7 +1103,7 @@ def read_weights(name):
     if name.endswith(".pt"):
         return weights_in_checkpoint(read_checkpoint(name), name)
     if find_checkpoints(name):
-        path = checkpoint_to_export(name)
+        path = best_checkpoint(name)
         return weights_in_checkpoint(read_checkpoint(path), str(path))
     model = load_hugging_face(name)
     encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)  # 256 bytes + <|endoftext|>
@@ -1090,19 +1119,28 @@ def without_dropout(config):
     constants = config if isinstance(config, dict) else asdict(config)
     return {name: value for name, value in constants.items() if name != "dropout"}
 
-def config_for_weights(weights, defaults):
-    """Return the GPTConfig for weights: the constants stored with them, and otherwise `defaults`.
+def model_config(cfg, encoding, weights=None):
+    """Return the GPTConfig of the model to train: a new one, or one that has given weights."""
+    shared = asdict(GPTConfig()).keys() & asdict(cfg).keys()
+    constants = {name: getattr(cfg, name) for name in shared}
+    if weights is not None:
+        return config_for_weights(weights, constants)
+    return GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
+                     n_vocab=encoding.n_vocab, **constants)
+
+def config_for_weights(weights, constants):
+    """Return the GPTConfig for weights. Those stored with the weights replace `constants`.
 
     Raise UserError if GPTConfig lacks a constant that the weights were made with.
     """
-    config = defaults | weights.config
-    if unknown := config.keys() - asdict(GPTConfig()).keys():
+    constants = constants | weights.config
+    if unknown := constants.keys() - asdict(GPTConfig()).keys():
         raise UserError(f"{weights.source} was made with the constant {min(unknown)}, which "
                         "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the code "
                         "that the weights were made with.")
-    return GPTConfig(**config)
+    return GPTConfig(**constants)
 
-def load_tensors(model, weights):
+def load_weights(model, weights):
     """Load weights into a model. Tensors missing from the weights keep the model's values.
 
     Raise UserError if names or shapes do not match.
@@ -1118,14 +1156,13 @@ def load_tensors(model, weights):
                         f"({first_line(e)}): use the code that the weights were made with."
                         ) from None
 
-def trained_model(cfg, encoding, weights):
-    """Return the model with these weights, as build_model() builds it."""
-    model = build_model(cfg, encoding, weights)
-    # For edits: an edit of build_model() may have changed the weights
-    model.load_state_dict(weights.tensors, strict=False)
+def load_trained_model(cfg, encoding, weights):
+    """Return the model with given weights, for samples and for the export."""
+    model = build_model(cfg, model_config(cfg, encoding, weights))
+    load_weights(model, weights)
     return model
 
-# ---- Processes, random seeds and the machine. torchrun starts one process per GPU and numbers
+# ---- Processes and the machine. torchrun starts one process per GPU and numbers
 # them. "auto" chooses what is fast on this machine. If a GPU cannot be used, a message says why
 def rank():
     """Return this process's rank, counted from 0. Only rank 0 prints and writes files."""
@@ -1151,11 +1188,6 @@ def print0(text):
         # handler prints during another print
         with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
-
-def seed_from(*key):
-    """Return a seed that is a function of numbers and names, for example (seed, "wte.weight")."""
-    numbers = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key]
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 def join_processes(device):
     """Form the group of all processes that torchrun started."""
@@ -1201,8 +1233,8 @@ def pick_device(name):
     On a GPU, select it and allow TF32. On a CPU, keep freed memory. Raise UserError if the device
     cannot be used.
     """
-    # Often the driver is too old for the CUDA version that torch was built for. This version is the
-    # end of torch.__version__ (such as +cu130)
+    # Often the driver is too old for the CUDA version that torch was built for. torch.__version__
+    # ends with this CUDA version (such as +cu130)
     no_gpu = f"torch {torch.__version__} sees no GPU. Install a newer driver, or {OTHER_TORCH}"
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo cannot use MPS tensors
@@ -1364,20 +1396,8 @@ def tokens_per_byte(loader, encoding, val_tokens):
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
 
-# ---- For edits. The first function keeps the loss exact in an edited file. The others report
-# mistakes that are easily made in an edit and that would otherwise go unnoticed
-def mask_corrections(batches):
-    """Return a factor per micro-batch that keeps the mean exact if targets are masked.
-
-    The loss of a step is the mean over all its targets. The mean of the micro-batches' losses is
-    the same number only if all micro-batches have the same number of targets that are not -100.
-    Otherwise, multiply each loss by (number of its targets) / (mean number per micro-batch, over
-    all processes). In the unedited file, no target is masked, and each factor is 1.
-    """
-    n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    mean = sum_over_ranks(n_targets.sum()) / (len(batches) * world_size())
-    return n_targets / mean
-
+# ---- For edits: checks that report mistakes that are easily made in an edit and that would
+# otherwise go unnoticed
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
 
@@ -1389,7 +1409,7 @@ def check_parameters(raw_model, optimizers):
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest > PLACEHOLDER / 1000:  # true even if it was multiplied by 0.01
+        if largest > PLACEHOLDER / 1000:  # also finds placeholders that were scaled by, say, 0.01
             raise UserError(f"{name} was changed, or copied from another weight, before "
                             "init_weights() drew it. Do this at the end of GPT.__init__, or create "
                             "its layer without draw_later().")
@@ -1397,8 +1417,9 @@ def check_parameters(raw_model, optimizers):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
-def check_rows(cfg, step, rows):
+def check_rows(cfg, step):
     """Raise UserError if the rows of a step are not a multiple of B * processes."""
+    rows = rows_of_step(cfg, step)
     if rows < 1 or rows % (cfg.B * world_size()):
         raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
                         f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
@@ -1443,8 +1464,7 @@ def loss_warning(run):
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
-# Constants that may differ when a run is resumed. A change of epochs is noticed as a change of
-# max_steps. For max_steps and minutes, see check_same_training()
+# Constants that may differ when a run is resumed, for the reasons given in check_same_training()
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -1462,26 +1482,32 @@ def lock_run_folder(log_dir):
     remove_unfinished(Path(log_dir))  # left behind by a run that was killed
     return lock
 
-def check_same_training(saved, cfg, fingerprint):
-    """Raise UserError unless cfg and the data are those of the run that wrote a checkpoint.
+def check_same_training(checkpoint, cfg, fingerprint):
+    """Raise UserError unless this command continues the training of the run that is resumed.
 
-    The constants in FREE_TO_CHANGE may differ. max_steps may grow, and a run that began with
-    --minutes may be resumed with --max_steps instead. A finished run must not be evaluated by
-    edited code.
+    The data and all constants must be the same, with these exceptions:
+
+    - FREE_TO_CHANGE contains constants that do not affect training. It also contains epochs, which
+      affects training only through max_steps.
+    - max_steps may grow.
+    - A run that began with --minutes may be resumed with --max_steps instead. (With --minutes, cfg
+      has the max_steps of the checkpoint.)
+
+    A run that has finished must also have the same code, because it is evaluated again and the
+    result replaces the old one.
     """
-    # A constant that was added after the run began is assumed to have had its default. Data are
-    # compared by content, not by path
-    before = asdict(Config()) | saved["constants"] | {"data": saved["data"]}
-    now = asdict(cfg) | {"data": fingerprint}
+    # A constant that was added after the run began is assumed to have had its default
+    before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
+    # The constant data is a path. Compare the fingerprints instead
+    before["data"], now["data"] = checkpoint["data"], fingerprint
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if not cfg.minutes:
         changed.discard("minutes")
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    # The result of a finished run belongs to the code that trained it. Evaluating the run with
-    # edited code would replace this result
-    if is_of_other_code(saved.get("code")) and saved["state"]["step"] >= cfg.max_steps:
+    has_finished = checkpoint["state"]["step"] >= cfg.max_steps
+    if has_finished and is_of_other_code(checkpoint.get("code")):
         values.append("train_gpt2.py was edited after it finished")
     if values:
         raise UserError(f"The run in {cfg.log_dir}/ is a different one: {'; '.join(values)}. Undo "
@@ -1508,10 +1534,9 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        First rename files that no longer apply: log.txt and the export (hf) if they belong to a
-        different run, and the export if more training follows.
-        continues: whether the run is resumed. If it is not, all files in log_dir belong to a
-        different run.
+        continues: whether the run is resumed. If it is not, files in log_dir belong to a different
+        run. Before anything is written, files that no longer apply are renamed: log.txt and the
+        export (hf) of a different run, and an export that further training will replace.
         """
         if rank() != 0:
             return
@@ -1580,7 +1605,7 @@ class RunFolder:
         step, start = content["state"]["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
-            write_whole(path, lambda file: torch.save(content, file), verify=verify_checkpoint)
+            write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
         except (OSError, RuntimeError, UserError) as e:
             while e.__context__:  # torch.save raises a RuntimeError that hides an OSError
                 e = e.__context__
@@ -1594,8 +1619,8 @@ class RunFolder:
     def prune(self, step):
         """Delete checkpoints that are older than `step` and need not be kept.
 
-        Of these older ones, keep the newest and one every keep_every steps. Of all checkpoints,
-        keep the one with the lowest validation loss.
+        Keep the newest of them and one every keep_every steps. Also keep the checkpoint that has
+        the lowest validation loss of all, including `step` if it has been validated already.
         """
         found = find_checkpoints(self.path)
         older = [old for old in found if old < step]  # the newest first
@@ -1647,19 +1672,19 @@ def open_log(path, step):
     file = open(path, "ab", buffering=0)  # each line is visible at once
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        # `number` is None for a line that the user added. Such a line does not end the loop
-        number = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
-        if not line.endswith(b"\n") or (number and int(number[1]) >= step):
+        # A line that the user added does not match, and does not end the loop
+        match = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
+        if not line.endswith(b"\n") or (match and int(match[1]) >= step):
             break
         kept += len(line)
     file.truncate(kept)
     return file
 
-# ---- Starting a run, in the order of the calls: main, run_command, resolve_config, set_up. The
-# run's files are not changed until all settings are final and the data, the checkpoint and the
-# model have been checked.
+# ---- Starting a run, in the order of the calls: main, run_command, resolve_config, set_up. The log
+# and the export in log_dir are not touched until the data, the checkpoint and the model have been
+# checked.
 
-PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
+PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 
 def main():
     """Do what the command line asks. On a UserError, print its message and exit with status 1."""
@@ -1682,7 +1707,7 @@ def main():
         sys.exit(1)
 
 def run_command(flags):
-    """Train, or print samples."""
+    """Train, or print samples. flags: {name: text} of the flags that were given."""
     # The device comes first, because processes need it to find each other
     device = pick_device(flags.get("device", Config.device))
     if "RANK" in os.environ:
@@ -1699,66 +1724,68 @@ def run_command(flags):
 
 @dataclass(frozen=True)
 class Start:
-    """What a command starts from. There are five cases:
+    """What a command starts from.
 
-    - A new run with init_from=scratch has neither weights nor a checkpoint.
-    - A new run with a different init_from has the weights from there.
-    - A resumed run has its newest checkpoint.
-    - A resumed run that began with weights also has weights, taken from this checkpoint. They only
-      determine the shape of the model, because the checkpoint is loaded into it afterwards.
-    - --sample has the weights to sample from.
+    weights: the weights given by init_from or, with --sample, those to sample from. None for a new
+    model. When a run that began with init_from is resumed, they are taken from its checkpoint, and
+    only their constants are used, for example n_layer.
+
+    checkpoint: the content of the checkpoint from which a run is resumed. None for a new run, and
+    with --sample.
     """
     weights: Weights | None = None
-    checkpoint: dict | None = None  # its content
+    checkpoint: dict | None = None
 
 def resolve_config(flags, device=torch.device("cpu")):
     """Return (cfg, what to start from, the first lines to print).
 
-    First the preset is chosen. Then the weights or the checkpoint are found. After that, each
-    constant gets its value from the last of these sources that sets it:
+    Each constant gets its value from the last of these sources that sets it:
 
-    1. the default in Config
-    2. when fine-tuning, the weights: they suggest max_lr and T
-    3. the preset: SMALL for a text file, FINETUNE for a text file and pretrained weights
-    4. the weights: they determine the model's shape and the encoding
-    5. the flags. A flag that contradicts the weights raises UserError
+    1. Config
+    2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
+       on a text file. Where FINETUNE has no max_lr or T, the weights suggest one
+    3. the weights, if there are any: they determine the model's shape and the encoding
+    4. the flags, {name: text}. A flag that contradicts the weights raises UserError
 
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, determine_max_steps() computes it once the data have been opened.
     """
-    preset_name, preset, note = choose_preset(flags)
-    preliminary_cfg = make_config(Config, preset | flags)
-    start = find_start(preliminary_cfg, device)  # depends only on log_dir, init_from and sample
-    suggested = suggested_by_weights(start.weights) if preset_name == "FINETUNE" else {}
-    determined = determined_by_weights(start.weights) if start.weights else {}
-    check_flags_against_weights(flags, determined, start.weights)
-    cfg = make_config(Config, suggested | preset | determined | flags)
-    shown = [*(suggested | preset | determined)]
-    lines = f"{note}settings  {describe_preset(preset_name, cfg, shown)}"
+    if "max_steps" in flags:  # otherwise, `epochs` of a preset would overwrite max_steps
+        flags = {"epochs": "0", "minutes": "0"} | flags
+    data, note = choose_data(flags)
+    preset_name = choose_preset(data, flags)
+    preset = {"data": data} | PRESETS.get(preset_name, {})
+    without_weights = make_config(Config, preset | flags)
+    start = find_start(without_weights, device)
+    cfg, weights_line = without_weights, ""
     if start.weights:
-        overridden_cfg = make_config(Config, suggested | preset)
-        lines += f"\nweights   {describe_weights(start, determined, overridden_cfg)}"
+        determined = determined_by_weights(start.weights)
+        check_flags_against_weights(flags, determined, start.weights)
+        weights_line = "\n" + describe_weights(start, determined, without_weights)
+        if preset_name == "FINETUNE":
+            preset = suggested_by_weights(start.weights) | preset
+        cfg = make_config(Config, preset | determined | flags)
+    lines = f"{note}{describe_preset(preset_name, preset, cfg)}{weights_line}"
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
     return cfg, start, lines
 
-def choose_preset(flags):
-    """Return the name of the preset, its constants including `data`, and a note to print."""
-    data, note = flags.get("data", Config.data), ""
-    data_was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
-    if not data_was_chosen and not find_shards(data)[0]:
-        data = str(Path(__file__).resolve().with_name("input.txt"))
-        note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
-                "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
-    name = "Config"
-    if is_text(data):
-        scratch = flags.get("init_from", Config.init_from) == "scratch"
-        name = "SMALL" if scratch else "FINETUNE"
-    preset = {"data": data} | PRESETS[name]
-    if "max_steps" in flags:  # overrides epochs and minutes, unless these are also flags
-        preset = preset | {"epochs": 0.0, "minutes": 0.0}
-    return name, preset, note
+def choose_data(flags):
+    """Return the training data, and a note to print if it is the quick start's."""
+    data = flags.get("data", Config.data)
+    was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
+    if was_chosen or find_shards(data)[0]:
+        return data, ""
+    return str(Path(__file__).resolve().with_name("input.txt")), (
+        "Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
+        "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
+
+def choose_preset(data, flags):
+    """Return the name of the preset, or "" if there is none, as for training on shards."""
+    if not is_text(data):
+        return ""
+    return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
 def find_start(cfg, device):
     """Return what to start from.
@@ -1805,7 +1832,7 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def suggested_by_weights(weights):
-    """Return constants for fine-tuning that suit the weights.
+    """Return the constants for fine-tuning that suit the weights, where FINETUNE has none.
 
     Adam's best learning rate falls as the width grows (Yang et al. 2022); max_lr is 1.3e-4 for
     gpt2. T is the largest power of two that fits the weights' context, up to 1024.
@@ -1822,34 +1849,32 @@ def determined_by_weights(weights):
 def check_flags_against_weights(flags, determined, weights):
     """Raise UserError for a flag that contradicts the weights."""
     for name in flags.keys() & determined.keys():
-        if str(flags[name]) != str(determined[name]):
+        if flags[name] != str(determined[name]):
             raise UserError(f"{name} is {determined[name]} in the weights {weights.source}: "
                             f"leave out --{name}.")
 
-def describe_preset(preset_name, cfg, names):
-    """Return a description of the preset: its name, the reason for it, and values in cfg.
-
-    names: the names of the constants whose values are shown.
-    """
-    if preset_name == "Config":
-        return "Config, since data is a folder of shards"
-    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in names)
+def describe_preset(preset_name, preset, cfg):
+    """Return a description of the preset: its name, the reason for it, and its values in cfg."""
+    if not preset_name:
+        return "settings  Config, since data is a folder of shards"
+    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in preset)
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
-    return f"{preset_name} instead of Config, since data is {reason}:\n{values}"
+    return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
 
-def describe_weights(start, determined, overridden_cfg):
+def describe_weights(start, determined, without_weights):
     """Return a description of the weights: their source and the constants that they change.
 
-    determined: {name: value} of the constants that the weights determine.
-    overridden_cfg: the Config as it would be without these.
+    determined: {name: value} of the constants that they determine. without_weights: the Config as
+    it would be without them.
     """
-    weights, before = start.weights, asdict(overridden_cfg)
+    before = asdict(without_weights)
     changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in determined.items()
-               if before[name] != value]
-    other_code = ""
-    if is_of_other_code(weights.code) and not start.checkpoint:  # else warnings_about() reports it
-        other_code = ". It was written by different code"
-    return f"{weights.source} sets {', '.join(changed) or 'no constant'}{other_code}"
+               if value != before[name]]
+    text = f"weights   {start.weights.source} sets {', '.join(changed) or 'no constant'}"
+    # If a run is resumed, warnings_about() reports different code
+    if not start.checkpoint and is_of_other_code(start.weights.code):
+        text += ". It was written by different code"
+    return text
 
 def check_config(cfg):
     """Raise UserError for values of constants that cannot work."""
@@ -1877,7 +1902,7 @@ def check_config(cfg):
 
 def fitting_B(cfg):
     """Return the largest B, at most cfg.B, that evenly divides one process's rows of a step."""
-    rows = max(1, rows_before(cfg, 1) // world_size())
+    rows = max(1, rows_of_step(cfg, 0) // world_size())
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
 def set_up(cfg, device, start=Start()):
@@ -1885,32 +1910,36 @@ def set_up(cfg, device, start=Start()):
 
     Raise UserError if the data, the weights, the checkpoint and the code do not fit together.
     """
-    saved = start.checkpoint
+    checkpoint = start.checkpoint
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(train_loader), lock_run_folder(cfg.log_dir)
     check_weights_fit(start.weights, cfg, encoding)
-    # This function builds the Run, and before it perhaps a temporary one to measure the speed
+    # make_run(cfg, folder=...) returns a Run. If `minutes` is set, determine_max_steps() also makes
+    # one, to find out how long a step takes
     make_run = partial(build_run, device=device, start=start, encoding=encoding,
                        train_loader=train_loader, val_loader=val_loader)
-    cfg = replace(cfg, max_steps=determine_max_steps(cfg, train_loader, saved, make_run))
-    if saved:
-        check_same_training(saved, cfg, fingerprint)
+    cfg = replace(cfg, max_steps=determine_max_steps(cfg, train_loader, checkpoint, make_run))
+    if checkpoint:
+        check_same_training(checkpoint, cfg, fingerprint)
     run = make_run(cfg, folder=RunFolder(cfg, fingerprint, lock))
     catch_signals(run.signal_came)
-    warnings = warnings_about(run, saved)
-    run.folder.begin(run.state.step, bool(saved), warnings)
-    print0("\n".join([description(run, saved), *(f"!!! {warning}" for warning in warnings)]))
+    warnings = warnings_about(run, checkpoint)
+    run.folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
+    lines = [description(run, checkpoint), *(f"!!! {warning}" for warning in warnings)]
+    print0("\n".join(lines))
     return run
 
-def determine_max_steps(cfg, train_loader, saved, make_run):
+def determine_max_steps(cfg, train_loader, checkpoint, make_run):
     """Return max_steps. It depends on the speed if `minutes` is set, and on the data for `epochs`.
 
     A resumed run keeps the max_steps that was measured when it began.
-    make_run: a function that builds the temporary Run that is measured.
+    make_run: a function that builds the Run whose steps are measured.
     """
     if cfg.minutes:
-        return saved["constants"]["max_steps"] if saved else steps_that_fit(cfg, make_run)
+        if checkpoint:
+            return checkpoint["constants"]["max_steps"]
+        return steps_that_fit(cfg, make_run)
     if not cfg.epochs:
         return cfg.max_steps
     max_steps = 1
@@ -1921,7 +1950,7 @@ def determine_max_steps(cfg, train_loader, saved, make_run):
 def steps_that_fit(cfg, make_run):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
-    The trial steps train a Run of their own, which is thrown away.
+    The trial steps train a Run of their own, which is thrown away. It has no folder.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
     run, seconds = make_run(replace(cfg, hellaswag_every=0), folder=None), []
@@ -1956,7 +1985,10 @@ def build_run(cfg, folder, device, start, encoding, train_loader, val_loader):
     """Return a Run with the model, the optimizers and everything else that train() uses."""
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, encoding, start.weights).to(device)
+    config = model_config(cfg, encoding, start.weights)
+    # A checkpoint contains all weights, so do not load those with which the run began
+    weights = None if start.checkpoint else start.weights
+    raw_model = build_model(cfg, config, weights).to(device)
     state = build_state(raw_model, cfg, dtype, start.checkpoint)
     if compiled:
         raw_model.compile()
@@ -1967,8 +1999,8 @@ def build_run(cfg, folder, device, start, encoding, train_loader, val_loader):
         tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
         hellaswag=prepared_hellaswag(cfg, state.eval_model, encoding), folder=folder)
 
-def build_state(raw_model, cfg, dtype, saved):
-    """Return the State: a new one, or the one in the checkpoint `saved`.
+def build_state(raw_model, cfg, dtype, checkpoint):
+    """Return the State: a new one, or the one in a checkpoint.
 
     Raise UserError if an edit of the model, the optimizers or State is invalid, or if the
     checkpoint does not fit the code.
@@ -1980,13 +2012,9 @@ def build_state(raw_model, cfg, dtype, saved):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
     check_can_be_saved(state.state_dict())
-    if saved:
+    if checkpoint:
         try:
-            state.load_state_dict(saved["state"])
-            # For edits: averaged weights start from the checkpoint's weights, even if the average
-            # was added to State after the checkpoint had been written
-            if state.eval_model is not raw_model:
-                state.eval_model.load_state_dict(saved["eval_model"])
+            state.load_state_dict(checkpoint["state"])
         except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
             raise UserError(f"The run in {cfg.log_dir}/ does not fit train_gpt2.py ({first_line(e)}"
                             "): undo the edit, or choose a different --log_dir.") from None
@@ -2000,27 +2028,30 @@ def wrap_in_ddp(raw_model):
     # Gradients are views of the buckets, so that they need not be copied
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
-def description(run, saved):
+def description(run, checkpoint):
     """Return the lines that describe a run at its start."""
     cfg, state = run.cfg, run.state
-    rows = rows_before(cfg, 1)  # of step 0
     dtype, compiled = pick_dtype(cfg.dtype, run.device), pick_compile(cfg.compile, run.device)
+    dtype_name = str(dtype).removeprefix("torch.")
     epochs = rows_before(cfg, cfg.max_steps) / run.train_loader.rows_per_epoch
+    n_parameters = sum(p.numel() for p in state.raw_model.parameters())
     groups = [f"{sum(p.numel() for p in group['params']):,} in {len(group['params'])} tensors by "
               f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0.0)}"
               for optimizer in state.optimizers for group in optimizer.param_groups]
-    lines = [
-        f"data      {cfg.data}: {run.folder.fingerprint}",
-        f"model     {sum(p.numel() for p in state.raw_model.parameters()):,} parameters, "
-        f"init_from={cfg.init_from}: {state.raw_model.config}",
-        f"training  {cfg.max_steps:,} steps of {rows * cfg.T:,} tokens, {epochs:.2f} epochs",
-        f"optimizer {'; '.join(groups)}",
-        f"machine   {world_size()} x {run.device.type}, {str(dtype).removeprefix('torch.')}, "
-        f"compile={compiled}, B={cfg.B}",
-        f"log       {Path(cfg.log_dir, 'log.txt')}, from step {state.step} on"]
-    if saved and cfg.max_steps > saved["constants"]["max_steps"]:
-        lines.append(f"max_steps was {saved['constants']['max_steps']}, is {cfg.max_steps}: the "
-                     "learning rate follows a new schedule.")
+    entries = {
+        "data": f"{cfg.data}: {run.folder.fingerprint}",
+        "model": f"{n_parameters:,} parameters, init_from={cfg.init_from}: "
+                 f"{state.raw_model.config}",
+        "training": f"{cfg.max_steps:,} steps of {rows_of_step(cfg, 0) * cfg.T:,} tokens, "
+                    f"{epochs:.2f} epochs",
+        "optimizer": "; ".join(groups),
+        "machine": f"{world_size()} x {run.device.type}, {dtype_name}, compile={compiled}, "
+                   f"B={cfg.B}",
+        "log": f"{Path(cfg.log_dir, 'log.txt')}, from step {state.step} on"}
+    lines = [f"{name:9} {text}" for name, text in entries.items()]
+    if checkpoint and cfg.max_steps > checkpoint["constants"]["max_steps"]:
+        lines.append(f"max_steps was {checkpoint['constants']['max_steps']}, is {cfg.max_steps}: "
+                     "the learning rate follows a new schedule.")
     if 0 < cfg.max_steps <= state.step:
         lines.append("This run is finished. It is only validated, sampled and exported again.")
     return "\n".join(lines)
@@ -2075,17 +2106,17 @@ def check_step(run, step, losses, norms):
 
     losses, norms: those of a step, one value per process.
     """
-    fail(run, disagreement(step, norms)
-         or divergence(run, step, statistics.fmean(losses), norms[0]))
+    fail_if(difference_of_norms(step, norms), run)
+    fail_if(divergence(run, step, statistics.fmean(losses), norms[0]), run)
 
-def fail(run, message):
-    """Record a failure in run.json and raise UserError. Do nothing if `message` is None."""
-    if message:
-        run.folder.write_run({"failed": message})
-        raise UserError(message)
+def fail_if(problem, run):
+    """If there is a problem (a message, or else None), write it to run.json, raise UserError."""
+    if problem:
+        run.folder.write_run({"failed": problem})
+        raise UserError(problem)
 
-def disagreement(step, norms):
-    """Return a message if the processes' gradients have different norms, or None otherwise."""
+def difference_of_norms(step, norms):
+    """Return a message if the processes' gradients have different norms, and otherwise None."""
     # 1e-5 allows for rounding, since different kinds of GPU may add in a different order
     if max(norms) - min(norms) > 1e-5 * max(norms):
         return (f"In step {step} the gradients of the processes have norms from "
@@ -2093,13 +2124,14 @@ def disagreement(step, norms):
                 "Whatever an edit adds to gradients must be the same in all processes, and a "
                 "parameter that one of them does not use (for example an idle expert) needs a "
                 "gradient of zeros.")
+    return None
 
 @torch.no_grad()
 def difference_of_weights(raw_model):
-    """Return a message if the processes have different weights, or None otherwise.
+    """Return a message if the processes have different weights, and otherwise None.
 
-    DDP averages the gradients, so they are the same even then. Each process would train a model of
-    its own, for example if an edit skips an update because of the loss of one process.
+    For edits: this happens if an edit skips an update because of the loss of one process. The
+    gradients do not show it, because DDP makes them the same in all processes.
     """
     if world_size() == 1:
         return None
@@ -2128,14 +2160,17 @@ def divergence(run, step, loss, norm):
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
 
 def save(run):
-    """Start saving the current step. First raise UserError if processes have different weights."""
-    fail(run, difference_of_weights(run.state.raw_model))
+    """Start saving the current step, unless the run can be resumed at it without a save.
+
+    Raise UserError if processes have different weights.
+    """
+    fail_if(difference_of_weights(run.state.raw_model), run)
     run.folder.save(run.state)
 
 def report_step(run, step, loss, norm):
     """Report the loss and the gradient norm of a step."""
     cfg, seconds = run.cfg, run.step_seconds[-1]
-    rate = (rows_before(cfg, step + 1) - rows_before(cfg, step)) * cfg.T / seconds
+    rate = rows_of_step(cfg, step) * cfg.T / seconds
     # Use the median, since a step may have waited for another program
     left = statistics.median(run.step_seconds) * (cfg.max_steps - step - 1)
     report(run, step, "train", loss,
@@ -2162,18 +2197,17 @@ def warn_of_slow_steps(run):
                f"fewer threads: put OMP_NUM_THREADS={threads - 1} before the same command.")
 
 def validate(run):
-    """Report the validation loss and the minutes of training. Return the loss."""
+    """Report the validation loss and the minutes of training."""
     loss, step = validation_loss(run, run.val_loader), run.state.step
     bits = loss * run.tokens_per_byte / math.log(2)
     report(run, step, "val", loss, note=f" ({bits:.4f} bits per byte)", print_always=True)
     write_log(run, step, "minutes", run.state.minutes)
     run.validated_step = step
-    return loss
 
-def warnings_about(run, saved):
+def warnings_about(run, checkpoint):
     """Return warnings for anyone who compares this run with others. They are kept in run.json."""
     warnings = [loss_warning(run)]
-    if saved and is_of_other_code(saved.get("code")):
+    if checkpoint and is_of_other_code(checkpoint.get("code")):
         warnings.append(f"train_gpt2.py was edited: from step {run.state.step} on, this run uses "
                         "different code.")
     return [warning for warning in warnings if warning]
@@ -2195,11 +2229,12 @@ def plot_curves(folder):
     for i, (title, names) in enumerate(panels.items()):
         axis = figure.add_subplot(len(panels), 1, i + 1)
         for name in names:
-            # For smoothing, each point is the mean of n values. Leave out an incomplete last group
-            n = 1 + len(metrics[name]) // 200
-            points = [(rows_before(cfg, step) * cfg.T / 1e6, value)
-                      for step, value in metrics[name][:len(metrics[name]) // n * n]]
-            tokens, values = np.reshape(points, (-1, n, 2)).mean(axis=1).T
+            points = np.array([(rows_before(cfg, step) * cfg.T / 1e6, value)
+                               for step, value in metrics[name]])
+            # For smoothing, replace each n points by their mean. Leave out an incomplete last group
+            n = 1 + len(points) // 200
+            groups = points[:len(points) // n * n].reshape(-1, n, 2)
+            tokens, values = groups.mean(axis=1).T
             axis.plot(tokens, values, label=f"{name}, now {formatted(values[-1], 3)}")
             if name == "train":  # cut off the high losses of the first steps
                 axis.set_ylim(top=1.05 * np.percentile(values, 95))
@@ -2229,9 +2264,9 @@ def print_sample(run):
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
 def sample_only(cfg, device, weights):
-    """Print cfg.sample samples from the given weights, computed in the dtype of the weights."""
+    """Print cfg.sample samples from the given weights, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = trained_model(cfg, encoding, weights).to(device)
+    model = load_trained_model(cfg, encoding, weights).to(device)
     if is_of_other_code(weights.code):
         print0(f"!!! {weights.source} was written by different code.")
     print0(f"Samples from {weights.source}:")
@@ -2304,7 +2339,7 @@ def result_of(run):
     result |= {"steps": state.step, "tokens": state.tokens,
                "parameters": sum(p.numel() for p in state.raw_model.parameters())}
     if run.step_seconds:
-        tokens = (rows_before(cfg, state.step) - rows_before(cfg, state.step - 1)) * cfg.T
+        tokens = rows_of_step(cfg, state.step - 1) * cfg.T
         result["tokens_per_second"] = round(tokens / statistics.median(run.step_seconds))
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
@@ -2321,13 +2356,13 @@ def export(run):
     """Export the best weights to log_dir/hf. If that is not possible, print the reason."""
     path = run.folder.path
     try:
-        best = checkpoint_to_export(path)
+        best = best_checkpoint(path)
         if best:
             content = read_checkpoint(best)
         else:  # a new model with max_steps=0 has no checkpoint
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(content, str(best or "the model"))
-        model = trained_model(run.cfg, run.encoding, weights)
+        model = load_trained_model(run.cfg, run.encoding, weights)
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and hellaswag.py")
     except Exception as e:  # for example, transformers may be missing

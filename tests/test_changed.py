@@ -197,10 +197,18 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     one_line(run.err, "does not fit", "Missing key", "q_gain", copy, "--log_dir")
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
-    model = t.build_model(cfg, t.get_encoding("bytes"), t.weights_in_checkpoint(saved, "saved"))
+    model = t.load_trained_model(cfg, t.get_encoding("bytes"),
+                                 t.weights_in_checkpoint(saved, "saved"))
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match="it has the state of AdamW, but the code uses SGD"):
+            t.build_state(model, cfg, torch.float32, saved)
+    # The average of an edit would not start from the weights in the checkpoint
+    @dataclasses.dataclass
+    class Averaged(t.State):
+        average: torch.nn.Module = dataclasses.field(default_factory=lambda: torch.nn.Linear(1, 1))
+    with mock.patch.object(t, "State", Averaged):
+        with pytest.raises(t.UserError, match="checkpoint does not contain State.average"):
             t.build_state(model, cfg, torch.float32, saved)
 
 def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
@@ -301,9 +309,10 @@ def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
     group = muon_state(file(state), k=0).optimizers[1].param_groups[0]
     assert (group["momentum"], group["k"]) == (0.95, 7)  # the edit was undone
     old = file(state)
-    for optimizer in old["optimizers"]:
-        for group in optimizer["param_groups"]:
-            del group["in_code"], group["initial_lr"]
+    for optimizer, saved in zip(state.optimizers, old["optimizers"]):
+        saved["param_groups"] = optimizer.state_dict()["param_groups"]
+        for group in saved["param_groups"]:
+            del group["initial"]
     assert muon_state(old, momentum=0.5).optimizers[1].param_groups[0]["momentum"] == 0.8
 
 def average_and_running_mean(arrange, attribute):
@@ -360,28 +369,42 @@ def test_an_attribute_that_cannot_be_saved_is_reported_before_the_first_step(fol
     assert run.wait() == 1 and not list(run.log_dir.glob("log.txt"))
     one_line(run.err, "State.losses holds an object of type deque")
 
-def as_before(content):
-    """Return a checkpoint's content in the form that the version of 2026-11-23 wrote."""
+def with_whole_groups(content, name=None):
+    """Return a checkpoint's optimizers with all values in their groups, as earlier versions did.
+
+    name: the key under which each group also holds its initial values.
+    """
+    model = t.GPT(t.GPTConfig(**content["gpt_config"]))
+    built = t.configure_optimizers(model, t.Config(**content["constants"]))
+    optimizers = copy.deepcopy(content["state"]["optimizers"])
+    for saved, optimizer in zip(optimizers, built, strict=True):
+        for i, initial in enumerate(optimizer.state_dict()["param_groups"]):
+            changed = saved["param_groups"][i]
+            saved["param_groups"][i] = initial | changed | ({name: initial} if name else {})
+    return optimizers
+
+def until_november_23(content):
+    """Return a checkpoint's content in the form that the script wrote until 2026-11-23."""
     state = content["state"]
     old = {name: content[name] for name in ("gpt_config", "encoding", "constants", "data", "code")}
-    old |= {name: state[name] for name in ("step", "optimizers", "scaler")}
+    old |= {"step": state["step"], "scaler": state["scaler"]}
     old["numbers"] = {"step": state["step"], "minutes": state["minutes"]}
     old["model"], old["trained"] = content["eval_model"], state["raw_model"]
+    old["optimizers"] = with_whole_groups(content)
     old["optimizer_names"] = [optimizer.pop("class") for optimizer in old["optimizers"]]
-    for optimizer in old["optimizers"]:
-        for group in optimizer["param_groups"]:
-            del group["in_code"], group["initial_lr"]
     return old
 
-def as_the_day_before(content):
-    """Return a checkpoint's content in the form that the version of 2026-11-24 wrote."""
+def on_november_24(content):
+    """Return a checkpoint's content in the first form that the script wrote on 2026-11-24."""
     flat = {name: value for name, value in content.items() if name != "state"} | content["state"]
-    for optimizer in flat["optimizers"]:
-        for group in optimizer["param_groups"]:
-            group["as_built"] = group.pop("in_code")
-    return flat
+    return flat | {"optimizers": with_whole_groups(content, "as_built")}
 
-@pytest.mark.parametrize("earlier", [as_before, as_the_day_before])
+def at_the_end_of_november_24(content):
+    """Return a checkpoint's content in the last form that the script wrote on 2026-11-24."""
+    state = content["state"] | {"optimizers": with_whole_groups(content, "in_code")}
+    return content | {"state": state}
+
+@pytest.mark.parametrize("earlier", [until_november_23, on_november_24, at_the_end_of_november_24])
 def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
     """A run continues from a checkpoint with the former names of entries."""
     copied = folder / earlier.__name__
@@ -511,7 +534,7 @@ def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_never
     loss = t.validation_loss(stub_run(average, cfg, ids()), t.open_data(cfg, encoding)[1])
     assert read_log(again.log_dir)[20, "val"] == pytest.approx(loss, abs=2e-6)
     exported = t.load_hugging_face(str(again.log_dir / "hf")).state_dict()
-    new = t.build_model(cfg, encoding).state_dict()
+    new = t.build_model(cfg, t.model_config(cfg, encoding)).state_dict()
     for name, weight in saved["eval_model"].items():
         assert torch.equal(exported[name], weight)
         assert torch.equal(saved["state"]["raw_model"][name], weight) == (".wpe." in name), name
@@ -591,7 +614,7 @@ def test_a_loss_that_is_not_the_cross_entropy_is_reported(monkeypatch, tmp_path)
     run.val_loader = run.train_loader
     monkeypatch.setattr(t.GPT, "forward", forward)
     for wrong in (False, True):
-        [*warning] = t.warnings_about(run, saved={})
+        [*warning] = t.warnings_about(run, checkpoint={})
         assert bool(warning) == wrong
     assert "val is not the cross-entropy" in warning[0]
     folder = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data")
@@ -609,8 +632,8 @@ def test_a_new_model_constant_is_passed_on_by_its_name(monkeypatch):
     config = dataclasses.make_dataclass("Config", [("width", int, 3)], bases=(t.Config,),
                                         frozen=True)
     monkeypatch.setattr(t, "GPTConfig", gpt_config)
-    a, b, c = (t.build_model(config(**TINY, width=5, seed=seed), t.get_encoding("bytes"))
-               for seed in (1, 1, 2))
+    configs = [config(**TINY, width=5, seed=seed) for seed in (1, 1, 2)]
+    a, b, c = (t.build_model(cfg, t.model_config(cfg, t.get_encoding("bytes"))) for cfg in configs)
     assert (a.config.width, a.config.n_layer, a.config.block_size) == (5, 1, 16)
     assert torch.equal(a.lm_head.weight, b.lm_head.weight)
     assert not torch.equal(a.lm_head.weight, c.lm_head.weight)

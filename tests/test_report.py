@@ -185,7 +185,7 @@ def test_the_first_lines_show_epochs_and_optimizer_groups():
     run.train_loader.rows_per_epoch, run.state.step = 16, 10
     run.state.raw_model, run.state.optimizers = model, t.configure_optimizers(model, cfg)
     run.device = torch.device("cpu")
-    out = t.description(run, saved=None)
+    out = t.description(run, checkpoint=None)
     matrices = [p for p in model.parameters() if p.dim() > 1]
     assert "10 steps of 4,096 tokens, 2.50 epochs" in out and "This run is finished" in out
     assert re.search(r"(\S+) in 10 tensors by AdamW with decay 0.1; 896 in 18 tensors by AdamW "
