@@ -34,7 +34,7 @@ from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args, get_origin
 
 import numpy as np
 import tiktoken
@@ -226,7 +226,7 @@ def make_config(cls, values):
 
     cls: a dataclass whose fields all have defaults.
     values: {name: value}, where a value may be a string such as "1e3".
-    Raise UserError for an unknown name, a constant without a type, or an impossible value.
+    Raise UserError for an unknown name, a missing or unusual type, or an impossible value.
     """
     types = cls.__annotations__
     for name in vars(cls):  # an edit may have added a constant without a type
@@ -237,6 +237,9 @@ def make_config(cls, values):
             raise UserError(f"{name} is not a constant in Config: check its spelling.")
     converted = {}
     for name, kind in types.items():
+        if kind not in (bool, int, float, str) and get_origin(kind) is not Literal:
+            raise UserError(f"{name} in Config has the type {kind}: use bool, int, float, str or "
+                            f"Literal.")
         value = values.get(name, getattr(cls, name))  # the class attribute is the field's default
         try:
             converted[name] = convert(value, kind)
@@ -320,9 +323,9 @@ def read_batches(urls, start_file, start_row):
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
             with filesystem.open(path, block_size=32 << 20, compression="infer") as file:
-                for contents in read_rows(file, row):
-                    for content in contents:
-                        texts.append(text_of(content))
+                for raw_rows in read_rows(file, row):
+                    for raw_row in raw_rows:
+                        texts.append(text_of(raw_row))
                     yield file_number, row, texts
                     row += len(texts)
                     texts = []
@@ -447,36 +450,26 @@ def end_at_once(signal_number, frame):
     finally:
         os._exit(130)
 
-@contextlib.contextmanager
-def new_processes_block_signals():
-    """Make processes that are started inside this block never receive STOP_SIGNALS."""
-    if not hasattr(signal, "pthread_sigmask"):  # on Windows
-        yield
-        return
-    # A new process inherits the blocked signals of the thread that starts it.
-    # Multiprocessing unblocks signals when it starts its resource tracker, so let it do that first.
-    resource_tracker.ensure_running()
-    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+def start_workers(nprocs, encoding_name):
+    """Return nprocs new Workers, which never receive STOP_SIGNALS.
 
-@contextlib.contextmanager
-def signals_deferred():
-    """If the main process receives STOP_SIGNALS inside this block, handle them when it ends.
-
-    Otherwise end_at_once() might end the main process while it starts a worker, and the unfinished
-    worker would print a traceback. new_processes_block_signals() cannot prevent this. It blocks the
-    signals in one thread, and the main process has others (of libraries) that would receive them.
+    If the main process receives such a signal meanwhile, handle it when all workers have been
+    started. If the main process ended at once, an unfinished worker would print a traceback.
     """
-    arrived = []
-    handlers = {}
+    arrived, handlers = [], {}
     for number in STOP_SIGNALS:
         handlers[number] = signal.signal(number, lambda received, frame: arrived.append(received))
+    can_block = hasattr(signal, "pthread_sigmask")  # False on Windows
+    if can_block:
+        # A process inherits the blocked signals of the thread that starts it. Multiprocessing
+        # unblocks signals when it starts its resource tracker, so let it do that first.
+        resource_tracker.ensure_running()
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        yield
+        return [Worker(encoding_name) for _ in range(nprocs)]
     finally:
+        if can_block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         for number, handler in handlers.items():
             signal.signal(number, handler)
         for number in arrived:
@@ -488,8 +481,7 @@ def tokenize_all(batches, nprocs, name):
     Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
-    with signals_deferred(), new_processes_block_signals():
-        workers = [Worker(name) for _ in range(nprocs)]
+    workers = start_workers(nprocs, name)
     idle_workers = deque(workers)  # a deque is thread-safe
 
     def tokenize_in_worker(file_number, row, texts):
@@ -597,8 +589,8 @@ def find_finished(cfg, files):
     These are the shards in the manifest, up to the first one whose file is missing.
 
     If the manifest is missing, or was written with different settings or files, no shard is kept.
-    In that case, raise UserError if there are training shards. Without any, a validation shard is
-    left over from a corpus that was too short, and will be overwritten.
+    In that case, raise UserError if there are training shards. (A validation shard alone will be
+    overwritten. It is left over from a corpus that was too short.)
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

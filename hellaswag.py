@@ -250,31 +250,29 @@ def ending_losses(model, tokens, is_ending):
     device = device_of(model)
     tokens = tokens.to(device)
     targets = tokens[:, 1:]  # (R, T - 1)
-    counts = is_ending[:, 1:].to(device) == 1  # (R, T - 1), whether a target is in the ending
+    in_ending = is_ending[:, 1:].to(device) == 1  # (R, T - 1), whether a target is in the ending
     # Run the model eagerly, for speed: otherwise it would be compiled again for each batch shape.
     with torch.compiler.set_stance("force_eager"):
         output = model(tokens[:, :-1])
     # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
     # and a plain function returns the logits (R, T - 1, V) themselves.
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
-    losses = F.cross_entropy(logits[counts].float(), targets[counts], reduction="none")  # (n,)
-    row_of_loss = counts.nonzero()[:, 0].cpu()  # (n,)
+    losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
+    row_of_loss = in_ending.nonzero()[:, 0].cpu()  # both (n,), with n targets in the endings
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64
     return sums.index_add_(0, row_of_loss, losses.cpu().double())
 
-def evaluate(model, examples, progress=False):
+def evaluate(model, questions, progress=False):
     """Return the Score of a model, which is the same on every rank and for any number of ranks.
 
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
     precision with torch.autocast.
-    examples: questions, as Prepared or as dicts. Dicts are prepared here, with GPT-2's encoding.
+    questions: a Prepared, or the dicts from iterate_examples() for a model with GPT-2's encoding.
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """
-    prepared = examples
-    if not isinstance(examples, Prepared):
-        prepared = prepare(examples, model)
+    prepared = questions if isinstance(questions, Prepared) else prepare(questions, model)
     rank, n_ranks = rank_and_world_size()
     sums = torch.zeros(prepared.lengths.numel(), dtype=torch.float64)
     batches = tqdm(prepared.batches[rank::n_ranks], unit="batch", disable=not progress)
@@ -326,9 +324,9 @@ def score(args):
     """
     examples = itertools.islice(iterate_examples("val"), args.limit)
     model, encode = load_model(args.model, args.device)
-    # This command computes in float32, like published scores. (train_gpt2.py uses its own dtype.)
-    # GPT-2's logits are near -35, where neighbouring bfloat16 numbers differ by 1/4. TF32 is fine:
-    # it makes GPUs faster and rounds only the inputs of matrix multiplications, not the logits.
+    # The published scores were computed in float32. bfloat16 would be too inexact: GPT-2's logits
+    # are near -35, where neighbouring bfloat16 numbers differ by 1/4. TF32 makes GPUs faster. It
+    # rounds only the inputs of matrix multiplications, so the logits remain exact enough.
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

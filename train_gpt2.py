@@ -77,7 +77,7 @@ class Config:
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass; lowered if it does not divide the batch
+    B: int = 64                     # rows per forward pass; lowered until it divides a step's rows
     T: int = 1024                   # tokens per row (the context length)
     # The model: n_layer/n_head/n_embd is 12/12/768 for 124M, 24/16/1024 for 350M, 36/20/1280 for
     # 774M and 48/25/1600 for 1.5B
@@ -126,7 +126,7 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", compile=False)
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
-# shape and the encoding. max_lr and T depend on the shape (see suggested_by_weights)
+# shape and the encoding. suggested_by_weights() chooses max_lr and T, unless you add them here
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
@@ -214,9 +214,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019, section 2.3). Parameters are named as in OpenAI's weights.
 
-    seed: determines the initial weights.
+    seed: determines the initial weights. The default is the last seed given to torch.manual_seed().
     """
-    def __init__(self, config, seed=0):
+    def __init__(self, config, seed=None):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict(dict(
@@ -228,8 +228,9 @@ class GPT(nn.Module):
         # The output layer shares the matrix of the input embedding, since similar tokens should
         # have similar vectors in both (Press and Wolf 2017). This saves 39 M parameters
         self.lm_head = draw_later(nn.Linear(config.n_embd, config.vocab_size, bias=False))
-        self.lm_head.weight = self.transformer.wte.weight  # to untie the two, remove this line
-        init_weights(self, seed)
+        # This replaces the matrix that lm_head was created with. To untie the two, remove the line
+        self.lm_head.weight = self.transformer.wte.weight
+        init_weights(self, torch.initial_seed() if seed is None else seed)
         # The padding rows remain 0: they get no gradient, because forward() drops their logits
         with torch.no_grad():
             self.transformer.wte.weight[config.n_vocab:] = 0
@@ -242,8 +243,9 @@ class GPT(nn.Module):
         targets. Targets of -100 are ignored. Validation also uses this loss, so put a term that
         only training should minimize (for example a z-loss) under `if self.training`.
 
-        With return_logits=False the logits are None. A training step uses this option because
-        torch.compile would otherwise allocate a gradient for the unused logits, 13 GB at B=64.
+        With return_logits=False, the logits are used for the loss but not returned (None). A
+        training step uses this option because torch.compile would otherwise allocate a gradient
+        for the returned logits, 13 GB at B=64.
         """
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
@@ -338,11 +340,11 @@ def seed_from(*key):
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
 # ---- The model to train
-def build_model(cfg, config, weights=None):
-    """Return the GPT to train, with the constants in `config` (a GPTConfig).
+def build_model(cfg, config):
+    """Return a GPT with the constants in `config` (a GPTConfig) and with initial weights.
 
-    weights: the Weights of a new run with init_from. Other weights are loaded after this function:
-    those in a checkpoint when a run is resumed, and those that are sampled or exported.
+    Other weights are always loaded after this function: those given by init_from, those in the
+    checkpoint of a resumed run, or those to sample from and to export.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
@@ -350,22 +352,19 @@ def build_model(cfg, config, weights=None):
     with .to(idx.device).
     """
     torch.manual_seed(cfg.seed)  # for layers that an edit adds without draw_later()
-    model = GPT(config, cfg.seed)
-    if weights is not None:
-        load_weights(model, weights)
-    return model
+    return GPT(config, cfg.seed)
 
 # ---- Data
 class DataLoaderLite:
-    """Rows of T + 1 tokens from shards.
+    """Reads pieces of T + 1 tokens from shards, in an order that the seed determines.
 
-    Each shard is cut into pieces, which begin at its tokens 0, T, 2 T and so on. The model reads
-    the first T tokens of a piece and predicts the last T, so the last token of a piece is also the
-    first token of the next one.
+    The pieces of a shard begin at its tokens 0, T, 2 T and so on. The model reads the first T
+    tokens of a piece and predicts the last T, so the last token of a piece is also the first token
+    of the next one.
 
     An epoch reads each piece once, in the order of the files or, with `shuffle`, in a random order
-    that is drawn from (seed, epoch). Rows are pieces in the order in which they are read, numbered
-    from 0 on over all epochs. With 12 pieces, epoch 0 reads rows 0 to 11, epoch 1 rows 12 to 23.
+    that is drawn from (seed, epoch). The nth piece that is read is called row n. The count goes on
+    over all epochs: with 12 pieces, epoch 0 reads rows 0 to 11, and epoch 1 reads rows 12 to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError. recut: shift the beginnings of all pieces by a different amount in each epoch, so
@@ -397,8 +396,9 @@ class DataLoaderLite:
         piece_order = permutation(self.shuffle, n_pieces, self.seed, epoch, shard)  # 1, 2, 0
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
-            # Move all pieces of this epoch to the left (the first one cannot move). Multiples of
-            # 0.618 T, modulo T, are far apart, so consecutive epochs get different rows
+            # Move all pieces of this epoch to the left (on the right, the last one would leave the
+            # shard; the first one stays at 0). Multiples of 0.618 T, modulo T, are far apart, so
+            # consecutive epochs get different pieces
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -429,8 +429,8 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds 4 permutations: of the shards, and of the rows of the open shard, each for
-# training and for validation. The permutations of all shards would need too much memory
+# The cache holds 4 permutations: of the shards, and of the pieces of one shard, each for training
+# and for validation. The permutations of all shards would need too much memory
 @lru_cache(maxsize=4)
 def permutation(shuffle, n, *key):
     """Return 0 ... n - 1, shuffled with `key` as the seed, or in order if `shuffle` is False.
@@ -498,8 +498,8 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
-        average.lerp_(p.grad, 1 - momentum)  # = momentum * average + (1 - momentum) * p.grad
-        ahead = p.grad.lerp(average, momentum)  # = momentum * average + (1 - momentum) * p.grad
+        average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * p.grad
+        ahead = p.grad.lerp(average, momentum)  # the same update again, but not stored
         return ahead.to(self.dtype)
 
     @torch.no_grad()
@@ -509,18 +509,18 @@ class Muon(torch.optim.Optimizer):
             for name, p in zip(group["param_names"], group["params"]):
                 if p.grad is None:  # not used in this step
                     continue
-                average = self.nesterov_momentum(p, group["momentum"])
+                ahead = self.nesterov_momentum(p, group["momentum"])
                 # c_attn stacks three matrices, for query, key and value. For edits: a c_attn with
                 # a different shape is treated as one matrix
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
-                for weight, G in zip(p.chunk(n), average.chunk(n)):  # weight is a view of p
+                for weight, G in zip(p.chunk(n), ahead.chunk(n)):  # weight is a view of p
                     if G.size(0) > G.size(1):  # wide matrices are cheaper, so transpose tall ones
                         weight, G = weight.mT, G.mT
                     by_shape[G.shape].append((weight, G))
             for shape, batch in by_shape.items():
                 longer_side = shape[1]  # now all matrices are wide or square
-                weights, averages = zip(*batch)
-                for weight, update in zip(weights, newton_schulz(torch.stack(averages))):
+                weights, matrices = zip(*batch)
+                for weight, update in zip(weights, newton_schulz(torch.stack(matrices))):
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(longer_side))
 
@@ -565,14 +565,14 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # total time of the steps, without evaluating and saving
+    minutes: float = 0.0          # time spent on steps (see add_time)
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
-                # The hyperparameters as the code sets them. Training changes some of them: the
-                # learning rate and, in some optimizers, others
+                # The hyperparameters as the code sets them. step_optimizers() needs the lr. When a
+                # run is saved, only what training has changed is stored (see changed_by_training)
                 group["initial"] = {name: value for name, value in group.items()
                                     if name not in ("params", "param_names")}
 
@@ -584,6 +584,7 @@ class State:
         """
         return self.raw_model
 
+    # Part two, "Checkpoints", defines how attributes are saved and restored
     def state_dict(self):
         return {name: content_of(value) for name, value in vars(self).items()}
 
@@ -652,10 +653,9 @@ def mask_corrections(batches):
 
     For edits: all factors are 1, unless an edit of read_step() masks targets with -100.
 
-    The loss of a step is the mean over its targets. train_step() computes it as the mean of the
-    micro-batches' losses, which would give too much weight to the targets of a micro-batch with few
-    of them. Therefore a factor is the number of targets in the micro-batch, divided by the mean
-    number per micro-batch (over all processes).
+    The loss of a step is the mean over the targets of all micro-batches of all processes. The mean
+    of the micro-batches' losses is the same only if they have equally many targets. Otherwise, each
+    loss must be weighted by the number of its targets, divided by the mean number.
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(n_targets.sum()) / (len(batches) * world_size())
@@ -664,10 +664,10 @@ def mask_corrections(batches):
 def train_step(run):
     """Take one optimizer step. Return the loss and the gradient norm before clipping.
 
-    The loss is the mean over this process's micro-batches. Its average over the processes is the
-    mean loss over all targets of the step. Both values are tensors on the device, so the CPU need
-    not wait for the GPU. (In float16 it does wait, since GradScaler has to know whether a gradient
-    overflowed.)
+    The loss is the mean over this process's micro-batches, corrected for masked targets. The mean
+    of the processes' values is the loss of the step. Both values are tensors on the device, so the
+    CPU need not wait for the GPU. (In float16 it does wait, since GradScaler has to know whether a
+    gradient overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
@@ -711,8 +711,8 @@ def step_optimizers(state, cfg, norm):
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
-        # In float16, skip the step if a gradient overflowed. GradScaler.step() alone would skip
-        # only the optimizer of the affected parameter
+        # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
+        # GradScaler.step() alone would skip only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
             state.scaler.step(optimizer)
         optimizer.zero_grad()
@@ -730,8 +730,8 @@ def train(run):
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
         step = state.step
-        if due(cfg.save_every, run) or due(cfg.keep_every, run):  # later, prune() deletes some
-            save(run)  # start this before evaluating, so that a failed evaluation loses no steps
+        if due(cfg.save_every, run) or due(cfg.keep_every, run):
+            start_saving(run)  # before evaluating, so that a failed evaluation loses no steps
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag:
@@ -766,8 +766,8 @@ def train(run):
 #     data          the fingerprint of the training data
 #     code          the checksum of the code
 #
-# The last three belong to the command that wrote the checkpoint. A command with other constants or
-# data cannot resume the run; with other code it can, and a warning is printed. The functions of
+# A tensor that occurs twice, such as a weight of raw_model and eval_model, is stored only once. The
+# last three entries are compared with those of the command that resumes the run. The functions of
 # this section convert State to the entry "state" and back
 def checkpoint_of(state, cfg, fingerprint):
     """Return the content of a checkpoint of `state`."""
@@ -792,9 +792,8 @@ def content_of(value):
 def changed_by_training(group):
     """Return an optimizer group without the hyperparameters that still have their initial value.
 
-    They are not saved. A resumed run takes them from the code, so that an edit takes effect. A
-    value that training has changed is saved, for example a step count that an optimizer stores in
-    its groups.
+    These are not saved. A resumed run takes them from the code, so that an edit takes effect. What
+    training has changed is saved, for example a step count that an optimizer stores in its groups.
     """
     initial = group["initial"]
     unchanged = {name for name, value in initial.items() if group[name] == value}
@@ -850,6 +849,7 @@ def load_optimizer(optimizer, content):
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
         raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
+    # The saved groups contain what training had changed. The rest is as in the code
     own_groups = optimizer.state_dict()["param_groups"]
     groups = [own | saved for own, saved in zip(own_groups, content["param_groups"], strict=True)]
     optimizer.load_state_dict(content | {"param_groups": groups})
@@ -881,31 +881,33 @@ def read_checkpoint(path, mmap=True):
 
 def in_todays_form(content):
     """Return a checkpoint that may have been written by an earlier version in today's format."""
-    if "model" in content:  # until 23 November 2026
+    if "model" in content:  # as written until 23 November 2026
         content = with_todays_names(content)
-    if "state" not in content:  # until 24 November 2026: State's attributes were entries
+    if "state" not in content:  # as written until 24 November 2026, State's attributes are entries
         names = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
         state = {name: value for name, value in content.items() if name not in names}
         content = {name: content[name] for name in names if name in content} | {"state": state}
     for optimizer in content["state"].get("optimizers", []):
         groups = optimizer["param_groups"]
         for i, group in enumerate(groups):
-            # On 24 November 2026, a group held all values, and the initial ones under these names
+            # As written on 24 November 2026, a group contains all values, and the initial ones in
+            # an entry that was first called "as_built" and later "in_code"
             initial = group.pop("in_code", group.pop("as_built", None))
             if initial is not None:
                 groups[i] = changed_by_training(group | {"initial": initial})
     return content
 
 def with_todays_names(content):
-    """Return the entries that a checkpoint had until 23 November 2026 with today's names."""
+    """Rename the entries of a checkpoint as it was written until 23 November 2026."""
     content = dict(content)
     content["eval_model"] = content.pop("model")
-    # Weights that were trained, but not used otherwise (an edit averaged the weights)
+    # Only a run with averaged weights (an edit) had the entry "trained"
     content["raw_model"] = content.pop("trained", content["eval_model"])
     content |= content.pop("numbers", {})
     for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
         optimizer["class"] = name
-    if "constants" in content:  # tokens were not counted
+    if "constants" in content:
+        # This version did not count the tokens
         content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
     return content
 
@@ -924,7 +926,7 @@ def newest_checkpoint(folder):
     if found:
         raise UserError(f"Every checkpoint in {folder}/ is damaged: choose a different --log_dir.")
 
-def best_checkpoint(folder):
+def checkpoint_to_use(folder):
     """Return the path of the checkpoint whose model is exported, sampled or given to init_from.
 
     It is the newest one or, if the validation loss has risen again (overfitting), the one with the
@@ -1018,6 +1020,7 @@ def load_hugging_face(name):
         transformers.logging.disable_progress_bar()
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         c = hf.config
+        # What they call vocab_size is called n_vocab here
         model = GPT(GPTConfig(
             block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
             n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
@@ -1103,7 +1106,7 @@ def read_weights(name):
     if name.endswith(".pt"):
         return weights_in_checkpoint(read_checkpoint(name), name)
     if find_checkpoints(name):
-        path = best_checkpoint(name)
+        path = checkpoint_to_use(name)
         return weights_in_checkpoint(read_checkpoint(path), str(path))
     model = load_hugging_face(name)
     encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)  # 256 bytes + <|endoftext|>
@@ -1156,8 +1159,8 @@ def load_weights(model, weights):
                         f"({first_line(e)}): use the code that the weights were made with."
                         ) from None
 
-def load_trained_model(cfg, encoding, weights):
-    """Return the model with given weights, for samples and for the export."""
+def trained_model(cfg, encoding, weights):
+    """Return the model that has these weights, for samples and for the export."""
     model = build_model(cfg, model_config(cfg, encoding, weights))
     load_weights(model, weights)
     return model
@@ -1337,7 +1340,7 @@ def open_data(cfg, encoding):
     Raise UserError if the data cannot be read, are too short or need a different encoding.
     """
     if is_text(cfg.data):  # the last tenth is for validation
-        tokens = read_text(cfg.data, encoding)
+        tokens = tokens_of_text(cfg.data, encoding)
         cut = int(len(tokens) * 0.9)
         train, val = [tokens[:cut]], [tokens[cut:]]
     else:
@@ -1350,7 +1353,7 @@ def open_data(cfg, encoding):
         raise UserError(f"{cfg.data} is too short for T={cfg.T}: use more text, or a lower --T.")
     return train_loader, val_loader
 
-def read_text(path, encoding):
+def tokens_of_text(path, encoding):
     """Return the tokens (N,) of a text file. Raise UserError if it is not UTF-8."""
     try:
         text = Path(path).read_bytes().decode("utf-8")
@@ -1433,9 +1436,9 @@ def check_can_be_saved(attributes):
     for name, value in attributes.items():
         if (bad := unsavable_part(value)) is not None:
             raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
-                            "checkpoint cannot store. Use numbers, strings, tensors, lists or "
-                            "dicts of these, or an object with state_dict() and "
-                            "load_state_dict().")
+                            "checkpoint cannot store. Use numbers, strings, tensors, lists of "
+                            "these, dicts with numbers or strings as keys, or an object with "
+                            "state_dict() and load_state_dict().")
 
 def unsavable_part(content):
     """Return the first part of nested content that cannot be loaded with weights_only=True.
@@ -1443,6 +1446,9 @@ def unsavable_part(content):
     Return None if there is no such part.
     """
     if isinstance(content, dict):
+        for key in content:
+            if not isinstance(key, (bool, int, float, str)):
+                return key
         content = list(content.values())
     if isinstance(content, (list, tuple)):
         bad_parts = (unsavable_part(part) for part in content)
@@ -1464,7 +1470,8 @@ def loss_warning(run):
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
-# Constants that may differ when a run is resumed, for the reasons given in check_same_training()
+# Constants that may differ when a run is resumed. They do not affect training, apart from rounding
+# (dtype, B). epochs is one of them, because it only determines max_steps, which is compared
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -1487,11 +1494,9 @@ def check_same_training(checkpoint, cfg, fingerprint):
 
     The data and all constants must be the same, with these exceptions:
 
-    - FREE_TO_CHANGE contains constants that do not affect training. It also contains epochs, which
-      affects training only through max_steps.
+    - The constants in FREE_TO_CHANGE may differ.
     - max_steps may grow.
-    - A run that began with --minutes may be resumed with --max_steps instead. (With --minutes, cfg
-      has the max_steps of the checkpoint.)
+    - A run that began with --minutes may be resumed with --max_steps instead.
 
     A run that has finished must also have the same code, because it is evaluated again and the
     result replaces the old one.
@@ -1617,10 +1622,10 @@ class RunFolder:
         self.prune(step)
 
     def prune(self, step):
-        """Delete checkpoints that are older than `step` and need not be kept.
+        """Delete checkpoints that need not be kept, now that the one of `step` has been written.
 
-        Keep the newest of them and one every keep_every steps. Also keep the checkpoint that has
-        the lowest validation loss of all, including `step` if it has been validated already.
+        Keep the checkpoint of `step` and the newest one before it, one every keep_every steps, and
+        the one with the lowest validation loss.
         """
         found = find_checkpoints(self.path)
         older = [old for old in found if old < step]  # the newest first
@@ -1726,9 +1731,9 @@ def run_command(flags):
 class Start:
     """What a command starts from.
 
-    weights: the weights given by init_from or, with --sample, those to sample from. None for a new
-    model. When a run that began with init_from is resumed, they are taken from its checkpoint, and
-    only their constants are used, for example n_layer.
+    weights: the weights given by init_from or, with --sample, those to sample from. None for a
+    model that is trained from scratch. When a run that began with init_from is resumed, its
+    checkpoint takes the place of init_from.
 
     checkpoint: the content of the checkpoint from which a run is resumed. None for a new run, and
     with --sample.
@@ -1755,13 +1760,14 @@ def resolve_config(flags, device=torch.device("cpu")):
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
     preset = {"data": data} | PRESETS.get(preset_name, {})
-    without_weights = make_config(Config, preset | flags)
-    start = find_start(without_weights, device)
-    cfg, weights_line = without_weights, ""
+    # log_dir, init_from and sample, which say where to find weights, do not depend on the weights
+    cfg = make_config(Config, preset | flags)
+    start = find_start(cfg, device)
+    weights_line = ""
     if start.weights:
         determined = determined_by_weights(start.weights)
         check_flags_against_weights(flags, determined, start.weights)
-        weights_line = "\n" + describe_weights(start, determined, without_weights)
+        weights_line = "\n" + describe_weights(start, determined, cfg_without_weights=cfg)
         if preset_name == "FINETUNE":
             preset = suggested_by_weights(start.weights) | preset
         cfg = make_config(Config, preset | determined | flags)
@@ -1861,13 +1867,13 @@ def describe_preset(preset_name, preset, cfg):
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
 
-def describe_weights(start, determined, without_weights):
+def describe_weights(start, determined, cfg_without_weights):
     """Return a description of the weights: their source and the constants that they change.
 
-    determined: {name: value} of the constants that they determine. without_weights: the Config as
-    it would be without them.
+    determined: {name: value} of the constants that they determine. cfg_without_weights: the Config
+    before they do so.
     """
-    before = asdict(without_weights)
+    before = asdict(cfg_without_weights)
     changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in determined.items()
                if value != before[name]]
     text = f"weights   {start.weights.source} sets {', '.join(changed) or 'no constant'}"
@@ -1915,14 +1921,14 @@ def set_up(cfg, device, start=Start()):
     train_loader, val_loader = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(train_loader), lock_run_folder(cfg.log_dir)
     check_weights_fit(start.weights, cfg, encoding)
-    # make_run(cfg, folder=...) returns a Run. If `minutes` is set, determine_max_steps() also makes
-    # one, to find out how long a step takes
-    make_run = partial(build_run, device=device, start=start, encoding=encoding,
-                       train_loader=train_loader, val_loader=val_loader)
-    cfg = replace(cfg, max_steps=determine_max_steps(cfg, train_loader, checkpoint, make_run))
+    # build(cfg, folder=...) calls build_run(). If `minutes` is set, determine_max_steps() also
+    # builds a Run, to find out how long a step takes
+    build = partial(build_run, device=device, start=start, encoding=encoding,
+                    train_loader=train_loader, val_loader=val_loader)
+    cfg = replace(cfg, max_steps=determine_max_steps(cfg, train_loader, checkpoint, build))
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
-    run = make_run(cfg, folder=RunFolder(cfg, fingerprint, lock))
+    run = build(cfg, folder=RunFolder(cfg, fingerprint, lock))
     catch_signals(run.signal_came)
     warnings = warnings_about(run, checkpoint)
     run.folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
@@ -1930,16 +1936,16 @@ def set_up(cfg, device, start=Start()):
     print0("\n".join(lines))
     return run
 
-def determine_max_steps(cfg, train_loader, checkpoint, make_run):
+def determine_max_steps(cfg, train_loader, checkpoint, build):
     """Return max_steps. It depends on the speed if `minutes` is set, and on the data for `epochs`.
 
     A resumed run keeps the max_steps that was measured when it began.
-    make_run: a function that builds the Run whose steps are measured.
+    build: a function that builds the Run whose steps are measured.
     """
     if cfg.minutes:
         if checkpoint:
             return checkpoint["constants"]["max_steps"]
-        return steps_that_fit(cfg, make_run)
+        return steps_that_fit(cfg, build)
     if not cfg.epochs:
         return cfg.max_steps
     max_steps = 1
@@ -1947,13 +1953,13 @@ def determine_max_steps(cfg, train_loader, checkpoint, make_run):
         max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
     return max_steps
 
-def steps_that_fit(cfg, make_run):
+def steps_that_fit(cfg, build):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
     The trial steps train a Run of their own, which is thrown away. It has no folder.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
-    run, seconds = make_run(replace(cfg, hellaswag_every=0), folder=None), []
+    run, seconds = build(replace(cfg, hellaswag_every=0), folder=None), []
     for _ in range(20):
         start = time.perf_counter()
         loss, _ = train_step(run)
@@ -1986,9 +1992,10 @@ def build_run(cfg, folder, device, start, encoding, train_loader, val_loader):
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
     config = model_config(cfg, encoding, start.weights)
-    # A checkpoint contains all weights, so do not load those with which the run began
-    weights = None if start.checkpoint else start.weights
-    raw_model = build_model(cfg, config, weights).to(device)
+    raw_model = build_model(cfg, config).to(device)
+    # For edits: to change the weights given by init_from, do so after this line
+    if start.weights:
+        load_weights(raw_model, start.weights)
     state = build_state(raw_model, cfg, dtype, start.checkpoint)
     if compiled:
         raw_model.compile()
@@ -2106,8 +2113,8 @@ def check_step(run, step, losses, norms):
 
     losses, norms: those of a step, one value per process.
     """
-    fail_if(difference_of_norms(step, norms), run)
-    fail_if(divergence(run, step, statistics.fmean(losses), norms[0]), run)
+    fail_if(problem_with_norms(step, norms), run)
+    fail_if(problem_with_loss(run, step, statistics.fmean(losses), norms[0]), run)
 
 def fail_if(problem, run):
     """If there is a problem (a message, or else None), write it to run.json, raise UserError."""
@@ -2115,7 +2122,7 @@ def fail_if(problem, run):
         run.folder.write_run({"failed": problem})
         raise UserError(problem)
 
-def difference_of_norms(step, norms):
+def problem_with_norms(step, norms):
     """Return a message if the processes' gradients have different norms, and otherwise None."""
     # 1e-5 allows for rounding, since different kinds of GPU may add in a different order
     if max(norms) - min(norms) > 1e-5 * max(norms):
@@ -2127,7 +2134,7 @@ def difference_of_norms(step, norms):
     return None
 
 @torch.no_grad()
-def difference_of_weights(raw_model):
+def problem_with_weights(raw_model):
     """Return a message if the processes have different weights, and otherwise None.
 
     For edits: this happens if an edit skips an update because of the loss of one process. The
@@ -2145,7 +2152,7 @@ def difference_of_weights(raw_model):
                 "numbers that are the same in all processes.")
     return None
 
-def divergence(run, step, loss, norm):
+def problem_with_loss(run, step, loss, norm):
     """Return a message if the loss or the norm shows that the model has diverged, or else None."""
     scaler = run.state.scaler
     # In float16 an infinite norm merely causes the step to be skipped. It is an error only once the
@@ -2159,12 +2166,12 @@ def divergence(run, step, loss, norm):
             "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To start again from before this step, use "
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
 
-def save(run):
+def start_saving(run):
     """Start saving the current step, unless the run can be resumed at it without a save.
 
-    Raise UserError if processes have different weights.
+    A background thread does the work. Raise UserError if processes have different weights.
     """
-    fail_if(difference_of_weights(run.state.raw_model), run)
+    fail_if(problem_with_weights(run.state.raw_model), run)
     run.folder.save(run.state)
 
 def report_step(run, step, loss, norm):
@@ -2266,7 +2273,7 @@ def print_sample(run):
 def sample_only(cfg, device, weights):
     """Print cfg.sample samples from the given weights, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = load_trained_model(cfg, encoding, weights).to(device)
+    model = trained_model(cfg, encoding, weights).to(device)
     if is_of_other_code(weights.code):
         print0(f"!!! {weights.source} was written by different code.")
     print0(f"Samples from {weights.source}:")
@@ -2291,7 +2298,7 @@ def hellaswag_score(run):
 
 # ---- The end of a run: save the last step, export the best weights and record the result
 def finish(run, stopped):
-    """Save the last step. Unless a signal stopped the run, export it and record its result."""
+    """Save the last step. Unless a signal stopped the run, export a model and record the result."""
     cfg, step = run.cfg, run.state.step
     # For edits: a `break` that is added to train() leaves the last step without a validation
     if step < cfg.max_steps and not stopped and run.validated_step != step:
@@ -2309,7 +2316,7 @@ def finish(run, stopped):
 def save_last_step(run):
     """Save the current step and wait until this has finished. Raise UserError if it fails."""
     folder, step = run.folder, run.state.step
-    save(run)
+    start_saving(run)
     folder.wait_for_save()
     if rank() == 0 and not folder.can_resume_at(step):
         raise UserError(f"Step {step} is not saved ({folder.failure}): free some space, and repeat "
@@ -2356,13 +2363,13 @@ def export(run):
     """Export the best weights to log_dir/hf. If that is not possible, print the reason."""
     path = run.folder.path
     try:
-        best = best_checkpoint(path)
+        best = checkpoint_to_use(path)
         if best:
             content = read_checkpoint(best)
         else:  # a new model with max_steps=0 has no checkpoint
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(content, str(best or "the model"))
-        model = load_trained_model(run.cfg, run.encoding, weights)
+        model = trained_model(run.cfg, run.encoding, weights)
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and hellaswag.py")
     except Exception as e:  # for example, transformers may be missing

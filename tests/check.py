@@ -42,8 +42,9 @@ SCRIPTS = Path(__file__).resolve().parent.parent  # the folder of the scripts to
 PROMISES = {
     "same": ("the same command twice gives the same run",
         "The usual reason is a random number that does not come from torch's generator (but from "
-        "the modules random or numpy.random, from the order of a set, or from hash() of a string, "
-        "which is different in each process), or a value that depends on the time."),
+        "the modules random or numpy.random, from the order of a set, or from hash() of a string "
+        "or id() of an object, which are different in each process), or a value that depends on "
+        "the time."),
     "killed": ("a killed run continues as if it had not been killed",
         "Something that later steps depend on is neither in State nor a parameter or buffer. Make "
         "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it. "
@@ -51,22 +52,22 @@ PROMISES = {
         "Another reason is a random number that is drawn before torch.manual_seed() in "
         "train_step(), for example in read_step()."),
     "B": ("B changes speed only",
-        "The usual reason is a term or a statistic over the rows of a micro-batch, or a value that "
-        "counts forward passes instead of steps."),
+        "The usual reason is a term or a statistic over the rows of a micro-batch (also in "
+        "validation, where the last one may be smaller), a random number that is drawn or seeded "
+        "per micro-batch, or a value that counts forward passes instead of steps."),
     "processes": ("the number of processes changes speed only",
         "The usual reason is a term or a statistic over the rows of one process, a value that each "
-        "process computes from its own rows, or a parameter that has a gradient on one process "
-        "only (for example an expert that is skipped elsewhere). Give such a parameter a gradient "
-        "of zeros on the other processes, and do the same for a parameter that is frozen in some "
-        "steps. Another reason is a random number that is drawn before torch.manual_seed() in "
-        "train_step(), for example in read_step()."),
+        "process computes from its own rows or from the number of processes, or a parameter that "
+        "has a gradient on one process only (for example an idle expert). Give such a parameter a "
+        "gradient of zeros on the other processes, and do the same for a parameter that is frozen "
+        "in some steps. Another reason is a random number that is drawn before "
+        "torch.manual_seed() in train_step(), for example in read_step()."),
     "saved": ("what is saved is what was validated",
         "Validation depends on a value that is not saved, so the saved weights alone are a "
         "different model. Keep this value in a buffer (register_buffer, without "
         "persistent=False). A value that is drawn from the seed is not saved either: "
-        "--init_from was tried with a different seed. If build_model() changes a weight (for "
-        "example multiplies it), it does so again with --init_from, unless it does so only if "
-        "`weights` is None."),
+        "--init_from was tried with a different seed. Another reason is an edit of train() that "
+        "changes weights between the save and the validation of a step."),
     "samples": ("samples follow the model",
         "generate() computes its logits differently from forward(). Let it call self(idx). If the "
         "edit is meant to change sampling (for example by a repetition penalty), this is as it "
@@ -74,15 +75,17 @@ PROMISES = {
     "later": ("a token's logits do not depend on later tokens",
         "The model sees tokens that it should predict, so its loss is too low. Usual reasons are "
         "an attention mask, a convolution that is padded on both sides, or a norm, a mean or a "
-        "top-k over all positions."),
+        "top-k over all positions. If the loss ignores the targets of such tokens, as in a prefix "
+        "language model, this is as it should be."),
     "loss": ("the loss is the cross-entropy",
         "The validation loss has an additional term or factor, so it is not comparable with the "
         "losses of other runs. Put a term that only training should minimize under "
-        "`if self.training`."),
+        "`if self.training`. Another reason is that forward() uses `targets` for the logits, too."),
     "effect": ("the edit has an effect",
         "Every loss is the same digit for digit as without the edit. Perhaps the edited code is "
         "never reached, something overwrites its result (for example init_weights(), which draws "
-        "initial weights), or it acts in later steps only."),
+        "initial weights), or it acts in later steps only. If the edit is meant to change only "
+        "speed or memory, this is as it should be."),
     "begin": ("untouched weights begin as before",
         "Both versions have these parameters with the same shapes, but their initial values "
         "differ. If the edit is meant to change initial weights, this is as it should be. "
@@ -98,6 +101,7 @@ DEFAULTS = {"dtype": "float32", "compile": False, "hellaswag_every": 0, "sample_
             "epochs": 0, "minutes": 0, "keep_every": 0}
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 KILLED = 9  # exit status of a run that was to be killed
+LAST_CHECKPOINT = object()  # init_from of a run: the last checkpoint of the run before it
 LOSSES = ("train", "val", "hella")
 TIMES = re.compile(  # metrics that always differ, for example data_ms
     "minute|second|time|speed|tok/s|tokens_per|memory|"
@@ -175,6 +179,8 @@ class Laboratory:
         folder = self.folder / name
         folder.mkdir()
         log_dir = self.folder / (log_of or name) / "log"
+        if flags.get("init_from") is LAST_CHECKPOINT:
+            flags = flags | {"init_from": self.result(after).checkpoint}
         job |= {"scripts": scripts, "folder": folder, "flags": flags | {"log_dir": log_dir}}
         launcher = [sys.executable]
         if processes > 1:
@@ -192,6 +198,8 @@ class Laboratory:
             raise Failed(error_of(folder, status))
         report = folder / "report.json"  # a killed run has none
         checkpoints = sorted(log_dir.glob("checkpoint_*.pt"))
+        if status == 0 and not checkpoints and not job.get("stop"):
+            raise Failed("The run left no checkpoint, which finish() saves at the end of train().")
         if name not in ("base", "again", "killed", "continued"):
             for path in checkpoints:
                 path.unlink()  # it is not needed, and may be large
@@ -308,7 +316,7 @@ def tolerances(log, nudged, floor):
         gap = abs(loss - float(nudged.get(key, value)))
         if math.isfinite(gap):
             largest = max(largest, gap)
-        allowed[step] = max(floor * max(5.0, abs(loss)), 5 * largest, allowed.get(step, 0.0))
+        allowed[step] = max(floor * max(5.0, abs(loss)), 10 * largest, allowed.get(step, 0.0))
     return allowed
 
 # ---- Comparing checkpoints
@@ -392,7 +400,8 @@ class Plan:
         self.common = DEFAULTS | {
             "max_steps": options.steps, "eval_every": each, "save_every": self.saved,
             "warmup_steps": min(constants.get("warmup_steps", 0), each),
-            "val_tokens": min(constants["val_tokens"], 4 * self.B * self.T),
+            # The last batch of a validation is smaller than B
+            "val_tokens": min(constants["val_tokens"], (3 * self.B + self.B // 2 + 1) * self.T),
         } | options.flags
         # The dropout masks depend on B, so runs with a different B are compared without dropout
         self.dropout = constants.get("dropout", 0) > 0
@@ -416,9 +425,9 @@ class Plan:
         lab.start("killed", self.common, kill_at=self.killed, kill_after=self.saved)
         # With init_from, the script would choose a different preset, so give every constant. The
         # seed is a different one, because validation must not depend on it
-        last = lab.folder / "base" / "log" / f"checkpoint_{self.options.steps:05d}.pt"
         lab.start("reloaded", self.constants | self.common | {
-            "max_steps": 0, "init_from": last, "seed": self.constants["seed"] ^ 1}, after="base")
+            "max_steps": 0, "init_from": LAST_CHECKPOINT, "seed": self.constants["seed"] ^ 1},
+            after="base")
         lab.start("again", self.common)
         lab.start("continued", self.common, after="killed", log_of="killed")
         lab.start("nudged", self.half, nudge=4e-3 if self.low_precision else 1e-6)
@@ -585,7 +594,12 @@ class Check:
         problem = self.base.report["later"]
         if isinstance(problem, str):
             raise Unchecked(problem)
-        return broken(*problem) if problem else holds()
+        if problem:
+            return broken(*problem)
+        problem = self.base.report["later_in_training"]
+        if isinstance(problem, list):
+            return broken(f"in training mode, {problem[0]}", *problem[1:])
+        return holds()
 
     def check_loss(self):
         cross_entropy = self.base.report["cross_entropy"]
@@ -632,7 +646,8 @@ class Check:
         differ = [name for name, (shape, crc) in mine.items()
                   if name in theirs and theirs[name][0] == shape and theirs[name][1] != crc]
         if not differ:
-            return holds()
+            new = len(mine.keys() - theirs.keys())
+            return holds(f"{new} of {len(mine)} have new names and are not compared" if new else "")
         return broken(f"{len(differ)} of {len(mine)} parameters differ",
                       "They are " + ", ".join(differ[:6]) + (", ..." if differ[6:] else "."))
 
@@ -726,8 +741,9 @@ def train_and_report(t, train, run, job):
     for name in ("transformers", "matplotlib"):  # skip the export and the plots, which take seconds
         sys.modules.setdefault(name, None)
     for i, p in enumerate(run.state.raw_model.parameters() if "nudge" in job else []):
-        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i))
-        p.data *= 1 + job["nudge"] * noise.to(p.device, p.dtype)
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(p.device)
+        scale = max(job["nudge"], torch.finfo(p.dtype).eps)  # an edit may have 16-bit weights
+        p.data.copy_(p.data.float() * (1 + scale * noise))
     report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step}
     report["initial"] = {name: (list(p.shape), crc_of(p))
                          for name, p in run.state.raw_model.named_parameters()}
@@ -815,7 +831,7 @@ def examine(run, tolerance):
     """Return what check.py wants to know about the trained model.
 
     {"samples": a problem or None, "drawn": token ids, "later": see leak_problem(), "val_data": see
-    validation_data(), "cross_entropy": loss}
+    validation_data(), "cross_entropy": loss, "later_in_training": as "later", in training mode}
 
     An edited generate() or forward() may raise anything, so errors become texts.
     """
@@ -839,6 +855,11 @@ def examine(run, tolerance):
         report["cross_entropy"] = cross_entropy(run, model)
     except Exception as e:
         report["cross_entropy"] = f"{type(e).__name__}: {e}"
+    run.state.raw_model.train()  # the last check, because a forward pass may change buffers
+    try:
+        report["later_in_training"] = leak_problem(run.state.raw_model, x, tolerance / 10)
+    except Exception as e:
+        report["later_in_training"] = f"{type(e).__name__}: {e}"
     return report
 
 def sample_problem(model, prompt, n, T, tolerance):
@@ -863,25 +884,29 @@ def leak_problem(model, x, tolerance):
 
     Return a text instead if this cannot be checked. x: token ids (B, T).
     """
-    half = x.size(1) // 2
+    T = x.size(1)
 
-    def logits_of(idx):  # of the first half, (B, T / 2, n_vocab)
+    def logits_of(idx):
         torch.manual_seed(0)  # a model that draws random numbers gets the same ones each time
-        return model(idx)[0][:, :half].float()
+        return model(idx)[0].float()  # (B, T, n_vocab)
     logits, again = logits_of(x), logits_of(x)
     limit = tolerance * max(1.0, logits.abs().max().item())
     if not (logits - again).abs().max() <= limit:  # in an edit that counts calls, for example
         return "model(idx) gives different logits when it is called again with the same tokens"
-    changed = x.clone()
-    changed[:, half:] = (x[:, half:] + 1) % logits.size(-1)
-    gaps = (logits_of(changed) - logits).abs().amax(dim=(0, 2))  # one per position
-    positions = (gaps > limit).nonzero().flatten().tolist()
-    if not positions:
-        return None
-    return ["logits change with later tokens", (
-        f"When the tokens from position {half} on are changed, the logits at {len(positions)} of "
-        f"the {half} positions before them change, the first at position {positions[0]}, by up to "
-        f"{gaps.max().item():.2g}. Only rounding, {limit:.1g}, is allowed.")]
+    # If tokens see the later ones of their own group only, a change that starts between two groups
+    # does not show it
+    for start in filter(None, (T // 2, 1, T // 3, T - 1)):
+        changed = x.clone()
+        changed[:, start:] = (x[:, start:] + 1) % logits.size(-1)
+        gaps = (logits_of(changed) - logits)[:, :start].abs().amax(dim=(0, 2))  # one per position
+        positions = (gaps > limit).nonzero().flatten().tolist()
+        if positions:
+            return ["logits change with later tokens", (
+                f"When the tokens from position {start} on are changed, the logits at "
+                f"{len(positions)} of the {start} positions before them change, the first at "
+                f"position {positions[0]}, by up to {gaps.max().item():.2g}. Only rounding, "
+                f"{limit:.1g}, is allowed.")]
+    return None
 
 def validation_data(run):
     """Return the source of the validation data and checksums of its first rows, or None."""

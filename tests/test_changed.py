@@ -197,8 +197,8 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     one_line(run.err, "does not fit", "Missing key", "q_gain", copy, "--log_dir")
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
-    model = t.load_trained_model(cfg, t.get_encoding("bytes"),
-                                 t.weights_in_checkpoint(saved, "saved"))
+    weights = t.weights_in_checkpoint(saved, "saved")
+    model = t.trained_model(cfg, t.get_encoding("bytes"), weights)
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match="it has the state of AdamW, but the code uses SGD"):
@@ -368,6 +368,9 @@ def test_an_attribute_that_cannot_be_saved_is_reported_before_the_first_step(fol
     run = Forked(folder / "unsavable", arrange={unsavable_attribute: "losses"})
     assert run.wait() == 1 and not list(run.log_dir.glob("log.txt"))
     one_line(run.err, "State.losses holds an object of type deque")
+    weight = torch.nn.Parameter(torch.ones(1))
+    with pytest.raises(t.UserError, match="State.slow holds an object of type Parameter"):
+        t.check_can_be_saved({"slow": {weight: weight}})  # as a key, which torch would not load
 
 def with_whole_groups(content, name=None):
     """Return a checkpoint's optimizers with all values in their groups, as earlier versions did.

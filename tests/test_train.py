@@ -92,7 +92,7 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     cfg, found, lines = t.resolve_config(given)
     assert found == t.Start(weights)
     assert "FINETUNE" in lines and "n_embd=12" in lines and "T=64" in lines
-    assert "weights   weights sets encoding='bytes' (not 'gpt2'), n_layer=2 (not 12), " in lines
+    assert "weights   weights sets n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
     expected = t.FINETUNE | given | dict(n_layer=2, n_head=3, n_embd=12, T=64, encoding="bytes",
                                          dropout=0.1, max_lr=0.1 / 12)
     assert cfg == dataclasses.replace(t.Config(), **expected)
