@@ -261,7 +261,7 @@ def convert(value, kind):
         return kind(number)
     if kind is str:
         return str(value)
-    choices = {str(choice): choice for choice in get_args(kind)}  # empty if it is not a Literal
+    choices = {str(choice): choice for choice in get_args(kind)}  # of a Literal
     return choices[str(value)]
 
 def describe_type(kind):
@@ -395,7 +395,10 @@ def tokenize(texts, name):
     return np.concatenate(parts, dtype=token_dtype(encoding), casting="unsafe")  # all ids fit
 
 class Worker:
-    """A process that tokenizes. It ends when stop() is called or when the main process ends."""
+    """A process that tokenizes, as the main process sees it. The process runs answer_requests().
+
+    It ends when stop() is called or when the main process ends.
+    """
     def __init__(self, encoding_name):
         context = multiprocessing.get_context("spawn")
         self.connection, far_end = context.Pipe()
@@ -456,13 +459,15 @@ def start_workers(nprocs, encoding_name):
     If the main process receives such a signal meanwhile, handle it when all workers have been
     started. If the main process ended at once, an unfinished worker would print a traceback.
     """
+    # For the main process: only record the signals. (Blocking them, as below, is not enough,
+    # because it affects one thread, and libraries have started others.)
     arrived, handlers = [], {}
     for number in STOP_SIGNALS:
         handlers[number] = signal.signal(number, lambda received, frame: arrived.append(received))
     can_block = hasattr(signal, "pthread_sigmask")  # False on Windows
     if can_block:
-        # A process inherits the blocked signals of the thread that starts it. Multiprocessing
-        # unblocks signals when it starts its resource tracker, so let it do that first.
+        # For the workers: a process inherits the blocked signals of the thread that starts it.
+        # Multiprocessing unblocks signals when it starts its resource tracker, so start it first.
         resource_tracker.ensure_running()
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -588,9 +593,9 @@ def find_finished(cfg, files):
 
     These are the shards in the manifest, up to the first one whose file is missing.
 
-    If the manifest is missing, or was written with different settings or files, no shard is kept.
-    In that case, raise UserError if there are training shards. (A validation shard alone will be
-    overwritten. It is left over from a corpus that was too short.)
+    If the manifest is missing, or has different settings or files, raise UserError. But if there
+    are no training shards, return [] instead. (A validation shard alone is left over from a corpus
+    that was too short, and will be overwritten.)
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -628,7 +633,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
         for file_number, row, tokens in results:
             # Skip the tokens of earlier shards, which are at the start of the first batch. (They
             # may fill several batches if BATCH_BYTES was edited)
-            offset = min(to_skip, len(tokens))
+            offset = min(to_skip, len(tokens))  # tokens of this batch that are in shards already
             to_skip -= offset
             while offset < len(tokens):
                 part = tokens[offset:offset + shard_size - filled]

@@ -122,9 +122,9 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # A space precedes the ending, but encode(" he sings") is not right for all tokenizers, because
-    # some put a start token or a space in front of every text. Therefore encode "a he sings", and
-    # then remove as many tokens as encode("a") returns (including the start token, if any).
+    # Return the tokens of the ending with a space in front of it. encode(" he sings") is not right
+    # for all tokenizers, because some add a start token or a space to every text. Therefore encode
+    # "a he sings", and remove as many tokens as encode("a") returns (with the start token, if any).
     n_tokens_of_a = len(encode("a"))
     endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings
@@ -251,14 +251,16 @@ def ending_losses(model, tokens, is_ending):
     tokens = tokens.to(device)
     targets = tokens[:, 1:]  # (R, T - 1)
     in_ending = is_ending[:, 1:].to(device) == 1  # (R, T - 1), whether a target is in the ending
-    # Run the model eagerly, for speed: otherwise it would be compiled again for each batch shape.
+    # If the model has been compiled, run it eagerly here. Otherwise it would be compiled again for
+    # each new batch shape, which takes longer.
     with torch.compiler.set_stance("force_eager"):
         output = model(tokens[:, :-1])
     # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
     # and a plain function returns the logits (R, T - 1, V) themselves.
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
+    # The n targets in the endings, row by row: their losses (n,), and the rows they are in (n,)
     losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
-    row_of_loss = in_ending.nonzero()[:, 0].cpu()  # both (n,), with n targets in the endings
+    row_of_loss = in_ending.nonzero()[:, 0].cpu()
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64
     return sums.index_add_(0, row_of_loss, losses.cpu().double())
 

@@ -73,11 +73,11 @@ class Config:
     """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
-    shuffle: bool = True            # visit shards, and rows within a shard, in random order
+    shuffle: bool = True            # read the data in random order, one shard after the other
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass; lowered until it divides a step's rows
+    B: int = 64                     # rows per forward pass; lowered to divide a process's rows
     T: int = 1024                   # tokens per row (the context length)
     # The model: n_layer/n_head/n_embd is 12/12/768 for 124M, 24/16/1024 for 350M, 36/20/1280 for
     # 774M and 48/25/1600 for 1.5B
@@ -132,6 +132,41 @@ FINETUNE = dict(
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
     sample_tokens=100, save_every=10, keep_every=0, log_dir="log_finetune")
 
+# ---- Initial weights. The random numbers of a weight depend only on the seed and on its name (for
+# example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
+# the other layers. But a layer does not know its full name while it is being built. Therefore the
+# weights are drawn in two steps: draw_later() fills the weight of a layer with a placeholder, and
+# when GPT.__init__ has built all layers, init_weights() puts random numbers in place of the
+# placeholders
+PLACEHOLDER = 2.0**17  # no real weight is this large
+
+def draw_later(layer, std=0.02):
+    """Fill a layer's weight with placeholders, for which init_weights() draws Normal(0, std).
+
+    Set the layer's bias to 0. Return the layer. After this call, a module may still set all or some
+    elements of the weight itself. It must not scale or copy the weight, because it would scale or
+    copy placeholders (the script reports this as an error).
+    """
+    nn.init.constant_(layer.weight, PLACEHOLDER)
+    layer.weight.init_std = std
+    if getattr(layer, "bias", None) is not None:
+        nn.init.zeros_(layer.bias)
+    return layer
+
+@torch.no_grad()
+def init_weights(model, seed):
+    """Replace all placeholders in a model with random numbers that depend on seed and name."""
+    for name, p in model.named_parameters():  # a weight that two layers share is listed once
+        if hasattr(p, "init_std"):
+            generator = torch.Generator().manual_seed(seed_from(seed, name))
+            drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
+            p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
+
+def seed_from(*key):
+    """Return a seed that is a function of numbers and names, for example (seed, "wte.weight")."""
+    numbers = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key]
+    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
+
 # ---- GPT-2
 @dataclass
 class GPTConfig:
@@ -169,8 +204,6 @@ class CausalSelfAttention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.n_head = config.n_head
-        # draw_later() returns its layer. The layer's weight gets random numbers once the whole GPT
-        # has been built, from Normal(0, 0.02) or with the std that is given
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
         self.dropout = config.dropout
@@ -227,11 +260,11 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         # The output layer shares the matrix of the input embedding, since similar tokens should
         # have similar vectors in both (Press and Wolf 2017). This saves 39 M parameters
-        self.lm_head = draw_later(nn.Linear(config.n_embd, config.vocab_size, bias=False))
-        # This replaces the matrix that lm_head was created with. To untie the two, remove the line
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        # To untie the two, remove this line, and use draw_later() in the line above
         self.lm_head.weight = self.transformer.wte.weight
         init_weights(self, torch.initial_seed() if seed is None else seed)
-        # The padding rows remain 0: they get no gradient, because forward() drops their logits
+        # Set the padding rows to 0. They get no gradient, because forward() drops their logits
         with torch.no_grad():
             self.transformer.wte.weight[config.n_vocab:] = 0
         self.eval()  # only train_step() switches to training mode
@@ -304,47 +337,12 @@ class GPT(nn.Module):
         load_weights(model, weights)
         return model
 
-# ---- Initial weights. The random numbers of a weight depend only on the seed and on its name (for
-# example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
-# the other layers. But a layer does not know its full name while it is being built. Therefore the
-# weights are drawn in two steps: draw_later() fills the weight of a layer with a placeholder, and
-# when GPT.__init__ has built all layers, init_weights() puts random numbers in place of the
-# placeholders
-PLACEHOLDER = 2.0**17  # no real weight is this large
-
-def draw_later(layer, std=0.02):
-    """Fill a layer's weight with placeholders, for which init_weights() draws Normal(0, std).
-
-    Set the layer's bias to 0. Return the layer. After this call, a module may still set all or some
-    elements of the weight itself. It must not scale or copy the weight, because it would scale or
-    copy placeholders (the script reports this as an error).
-    """
-    nn.init.constant_(layer.weight, PLACEHOLDER)
-    layer.weight.init_std = std
-    if getattr(layer, "bias", None) is not None:
-        nn.init.zeros_(layer.bias)
-    return layer
-
-@torch.no_grad()
-def init_weights(model, seed):
-    """Replace all placeholders in a model with random numbers that depend on seed and name."""
-    for name, p in model.named_parameters():  # a weight that two layers share is listed once
-        if hasattr(p, "init_std"):
-            generator = torch.Generator().manual_seed(seed_from(seed, name))
-            drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
-
-def seed_from(*key):
-    """Return a seed that is a function of numbers and names, for example (seed, "wte.weight")."""
-    numbers = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key]
-    return int(np.random.SeedSequence(numbers).generate_state(1)[0])
-
 # ---- The model to train
 def build_model(cfg, config):
-    """Return a GPT with the constants in `config` (a GPTConfig) and with initial weights.
+    """Return a GPT with initial weights. cfg is the Config of the run, config is a GPTConfig.
 
-    Other weights are always loaded after this function: those given by init_from, those in the
-    checkpoint of a resumed run, or those to sample from and to export.
+    The callers load other weights afterwards: those given by init_from, those in the checkpoint of
+    a resumed run, or those to sample from and to export.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
@@ -396,9 +394,9 @@ class DataLoaderLite:
         piece_order = permutation(self.shuffle, n_pieces, self.seed, epoch, shard)  # 1, 2, 0
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
-            # Move all pieces of this epoch to the left (on the right, the last one would leave the
-            # shard; the first one stays at 0). Multiples of 0.618 T, modulo T, are far apart, so
-            # consecutive epochs get different pieces
+            # Move all pieces of this epoch to the left, where the first one can only stay at 0.
+            # Multiples of 0.618 T, modulo T, are far apart, so consecutive epochs get different
+            # pieces
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -498,9 +496,10 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
-        average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * p.grad
-        ahead = p.grad.lerp(average, momentum)  # the same update again, but not stored
-        return ahead.to(self.dtype)
+        # Set average to momentum * average + (1 - momentum) * p.grad
+        average.lerp_(p.grad, 1 - momentum)
+        # With this new average, compute momentum * average + (1 - momentum) * p.grad once more
+        return p.grad.lerp(average, momentum).to(self.dtype)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -606,7 +605,7 @@ class Run:
     hellaswag: object             # a hellaswag.Prepared, or None if HellaSwag is not scored
     folder: "RunFolder"           # writes the files in log_dir
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
-    validated_step: int = -1      # the last step that was validated
+    validated_step: int = -1      # the last step that was validated (for finish)
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
     told_slow: bool = False       # whether warn_of_slow_steps() has printed its line
 
@@ -643,7 +642,7 @@ def read_step(run):
     to change inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
-    check_rows(cfg, step)
+    check_rows_before(cfg, step)
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
@@ -662,10 +661,10 @@ def mask_corrections(batches):
     return n_targets / mean
 
 def train_step(run):
-    """Take one optimizer step. Return the loss and the gradient norm before clipping.
+    """Take one optimizer step. Return this process's loss and the norm of the gradient.
 
-    The loss is the mean over this process's micro-batches, corrected for masked targets. The mean
-    of the processes' values is the loss of the step. Both values are tensors on the device, so the
+    The mean of the processes' losses is the mean over all targets of the step. The norm is measured
+    before clipping, and is the same in all processes. Both values are tensors on the device, so the
     CPU need not wait for the GPU. (In float16 it does wait, since GradScaler has to know whether a
     gradient overflowed.)
     """
@@ -682,8 +681,8 @@ def train_step(run):
         # micro-step needs that; before it, gradients accumulate locally. The forward pass must
         # also be inside no_sync(), because DDP prepares the averaging in the forward pass
         is_last = row == batches[-1][0]
-        no_sync = contextlib.nullcontext() if is_last or world_size() == 1 else ddp_model.no_sync()
-        with no_sync:
+        sync_needed = is_last or world_size() == 1
+        with contextlib.nullcontext() if sync_needed else ddp_model.no_sync():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds gradients up. Divide by the number of micro-steps to get their mean
@@ -726,12 +725,17 @@ def due(every, run):
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
 
 def train(run):
-    """Repeat: save, evaluate, take a step. End after max_steps steps or a signal."""
+    """Repeat: save, evaluate, take a step. End after max_steps steps or a signal.
+
+    In log.txt, the first step is step 0. The evaluation of step n comes before step n is taken.
+    """
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            start_saving(run)  # before evaluating, so that a failed evaluation loses no steps
+            # Before evaluating, so that a failed evaluation loses no steps. (Nothing is saved if
+            # the run can be resumed at this step anyway, for example at step 0 of a new model)
+            start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag:
@@ -880,30 +884,31 @@ def read_checkpoint(path, mmap=True):
     return in_todays_form(content)
 
 def in_todays_form(content):
-    """Return a checkpoint that may have been written by an earlier version in today's format."""
-    if "model" in content:  # as written until 23 November 2026
+    """Convert a checkpoint to today's format if an earlier version of this script wrote it."""
+    if "model" in content:  # until 23 November 2026, entries had other names
         content = with_todays_names(content)
-    if "state" not in content:  # as written until 24 November 2026, State's attributes are entries
+    if "state" not in content:  # until 24 November 2026, State's attributes were entries
         names = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
         state = {name: value for name, value in content.items() if name not in names}
         content = {name: content[name] for name in names if name in content} | {"state": state}
     for optimizer in content["state"].get("optimizers", []):
         groups = optimizer["param_groups"]
         for i, group in enumerate(groups):
-            # As written on 24 November 2026, a group contains all values, and the initial ones in
-            # an entry that was first called "as_built" and later "in_code"
+            # On 24 November 2026, a saved group contained all values, and the initial ones in an
+            # entry that was first called "as_built" and later "in_code"
             initial = group.pop("in_code", group.pop("as_built", None))
             if initial is not None:
                 groups[i] = changed_by_training(group | {"initial": initial})
     return content
 
 def with_todays_names(content):
-    """Rename the entries of a checkpoint as it was written until 23 November 2026."""
+    """Rename the entries of a checkpoint that was written until 23 November 2026."""
     content = dict(content)
     content["eval_model"] = content.pop("model")
     # Only a run with averaged weights (an edit) had the entry "trained"
     content["raw_model"] = content.pop("trained", content["eval_model"])
-    content |= content.pop("numbers", {})
+    numbers = content.pop("numbers", {})  # the numbers in State, such as `step`
+    content |= numbers
     for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
         optimizer["class"] = name
     if "constants" in content:
@@ -1093,7 +1098,7 @@ def check_same_function(ours, hf, end_of_text):
 class Weights:
     """The weights of a model and the information needed to use them."""
     source: str           # the file, folder or hub name that they were read from
-    config: dict          # the constants of GPTConfig that they determine (all except dropout)
+    constants: dict       # those of their GPTConfig, except dropout, which they do not determine
     encoding: str | None  # name of the encoding, or None if it is unknown
     tensors: dict         # the state_dict of a GPT
     code: int | None      # checksum of the code that wrote them, or None if it is unknown
@@ -1123,7 +1128,8 @@ def without_dropout(config):
     return {name: value for name, value in constants.items() if name != "dropout"}
 
 def model_config(cfg, encoding, weights=None):
-    """Return the GPTConfig of the model to train: a new one, or one that has given weights."""
+    """Return the GPTConfig of a new model or, with `weights`, of the model that they belong to."""
+    # The constants in both classes are n_layer, n_head, n_embd, dropout, and those that you add
     shared = asdict(GPTConfig()).keys() & asdict(cfg).keys()
     constants = {name: getattr(cfg, name) for name in shared}
     if weights is not None:
@@ -1132,11 +1138,11 @@ def model_config(cfg, encoding, weights=None):
                      n_vocab=encoding.n_vocab, **constants)
 
 def config_for_weights(weights, constants):
-    """Return the GPTConfig for weights. Those stored with the weights replace `constants`.
+    """Return a GPTConfig of `constants`, where those stored with the weights take precedence.
 
     Raise UserError if GPTConfig lacks a constant that the weights were made with.
     """
-    constants = constants | weights.config
+    constants = constants | weights.constants
     if unknown := constants.keys() - asdict(GPTConfig()).keys():
         raise UserError(f"{weights.source} was made with the constant {min(unknown)}, which "
                         "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the code "
@@ -1160,7 +1166,10 @@ def load_weights(model, weights):
                         ) from None
 
 def trained_model(cfg, encoding, weights):
-    """Return the model that has these weights, for samples and for the export."""
+    """Return the model that has these weights, for samples and for the export.
+
+    Unlike GPT.from_pretrained(), it calls build_model(), so that edits of build_model() apply.
+    """
     model = build_model(cfg, model_config(cfg, encoding, weights))
     load_weights(model, weights)
     return model
@@ -1194,9 +1203,9 @@ def print0(text):
 
 def join_processes(device):
     """Form the group of all processes that torchrun started."""
-    # DDP imports torch.distributed.nn, which keeps a reference to the process group that exists at
-    # that moment. With such a reference, Python may abort on exit, so import the module before
-    # there is a group
+    # When torch.distributed.nn is imported, it keeps a reference to the process group that exists
+    # then, and because of this reference, Python may abort on exit. DDP(...) imports the module. So
+    # import it earlier, when there is no group yet
     import torch.distributed.nn  # noqa: F401
     # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
     # for each restart keeps them from finding the addresses of dead processes
@@ -1420,7 +1429,7 @@ def check_parameters(raw_model, optimizers):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
-def check_rows(cfg, step):
+def check_rows_before(cfg, step):
     """Raise UserError if the rows of a step are not a multiple of B * processes."""
     rows = rows_of_step(cfg, step)
     if rows < 1 or rows % (cfg.B * world_size()):
@@ -1539,9 +1548,9 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        continues: whether the run is resumed. If it is not, files in log_dir belong to a different
-        run. Before anything is written, files that no longer apply are renamed: log.txt and the
-        export (hf) of a different run, and an export that further training will replace.
+        First rename the export (hf) if more training follows. If the run is not resumed
+        (continues=False), all files in log_dir belong to a different run: rename its export and its
+        log.txt.
         """
         if rank() != 0:
             return
@@ -1659,8 +1668,10 @@ def copy_to_host(content, buffers):
             return {key: copied(value) for key, value in part.items()}
         if isinstance(part, (list, tuple)):
             return [copied(value) for value in part]
-        if not torch.is_tensor(part):  # weights_only=True cannot load NumPy numbers
-            return part.item() if isinstance(part, np.number) else part
+        if isinstance(part, np.number):  # torch.load(weights_only=True) cannot load it
+            return part.item()
+        if not torch.is_tensor(part):
+            return part
         key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
         if key not in new_buffers:
             buffer = buffers.get(key)
@@ -1731,12 +1742,12 @@ def run_command(flags):
 class Start:
     """What a command starts from.
 
-    weights: the weights given by init_from or, with --sample, those to sample from. None for a
-    model that is trained from scratch. When a run that began with init_from is resumed, its
-    checkpoint takes the place of init_from.
+    weights: the weights given by init_from or, with --sample, those to sample from. They determine
+    the constants of the model. None for a model that is trained from scratch.
 
     checkpoint: the content of the checkpoint from which a run is resumed. None for a new run, and
-    with --sample.
+    with --sample. If the resumed run began with init_from, `weights` are also read from this
+    checkpoint, not from init_from.
     """
     weights: Weights | None = None
     checkpoint: dict | None = None
@@ -1755,12 +1766,12 @@ def resolve_config(flags, device=torch.device("cpu")):
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, determine_max_steps() computes it once the data have been opened.
     """
-    if "max_steps" in flags:  # otherwise, `epochs` of a preset would overwrite max_steps
+    if "max_steps" in flags:  # `epochs` and `minutes` of Config or a preset would overwrite it
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
     preset = {"data": data} | PRESETS.get(preset_name, {})
-    # log_dir, init_from and sample, which say where to find weights, do not depend on the weights
+    # A preliminary Config. find_start() needs only its log_dir, init_from and sample
     cfg = make_config(Config, preset | flags)
     start = find_start(cfg, device)
     weights_line = ""
@@ -1813,7 +1824,7 @@ def find_start(cfg, device):
     return Start(weights, checkpoint)
 
 def weights_to_sample(cfg):
-    """Return the weights for --sample: those in init_from if it is set, or else log_dir's best.
+    """Return the weights for --sample: those in init_from if it is set, or else in log_dir.
 
     Raise UserError if there are none.
     """
@@ -1843,13 +1854,13 @@ def suggested_by_weights(weights):
     Adam's best learning rate falls as the width grows (Yang et al. 2022); max_lr is 1.3e-4 for
     gpt2. T is the largest power of two that fits the weights' context, up to 1024.
     """
-    block_size = weights.config["block_size"]
-    return {"max_lr": 0.1 / weights.config["n_embd"],
+    block_size = weights.constants["block_size"]
+    return {"max_lr": 0.1 / weights.constants["n_embd"],
             "T": min(1024, 2 ** int(math.log2(block_size)))}
 
 def determined_by_weights(weights):
     """Return the constants of Config that the weights determine."""
-    shared = {name: value for name, value in weights.config.items() if name in asdict(Config())}
+    shared = {name: value for name, value in weights.constants.items() if name in asdict(Config())}
     return shared | ({"encoding": weights.encoding} if weights.encoding else {})
 
 def check_flags_against_weights(flags, determined, weights):
@@ -1981,7 +1992,7 @@ def check_weights_fit(weights, cfg, encoding):
     """Raise UserError if given weights have the wrong vocabulary or too short a context."""
     if weights is None:
         return
-    n_vocab, block_size = weights.config["n_vocab"], weights.config["block_size"]
+    n_vocab, block_size = weights.constants["n_vocab"], weights.constants["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"{weights.source} has {n_vocab} tokens and a context of {block_size}, but "
                         f"encoding={cfg.encoding} has {encoding.n_vocab} and T={cfg.T}: change "
@@ -1993,9 +2004,8 @@ def build_run(cfg, folder, device, start, encoding, train_loader, val_loader):
     set_attention(cfg, device, dtype)
     config = model_config(cfg, encoding, start.weights)
     raw_model = build_model(cfg, config).to(device)
-    # For edits: to change the weights given by init_from, do so after this line
     if start.weights:
-        load_weights(raw_model, start.weights)
+        load_weights(raw_model, start.weights)  # For edits: change these weights after this line
     state = build_state(raw_model, cfg, dtype, start.checkpoint)
     if compiled:
         raw_model.compile()
@@ -2318,7 +2328,7 @@ def save_last_step(run):
     folder, step = run.folder, run.state.step
     start_saving(run)
     folder.wait_for_save()
-    if rank() == 0 and not folder.can_resume_at(step):
+    if rank() == 0 and not folder.can_resume_at(step):  # the save has failed
         raise UserError(f"Step {step} is not saved ({folder.failure}): free some space, and repeat "
                         "the command.")
 
@@ -2360,15 +2370,15 @@ def print_result(result):
     print0("\n".join(lines + [f"!!! {warning}" for warning in result.get("warnings", [])]))
 
 def export(run):
-    """Export the best weights to log_dir/hf. If that is not possible, print the reason."""
+    """Export a model to log_dir/hf. If that is not possible, print the reason."""
     path = run.folder.path
     try:
-        best = checkpoint_to_use(path)
-        if best:
-            content = read_checkpoint(best)
+        checkpoint = checkpoint_to_use(path)
+        if checkpoint:
+            content = read_checkpoint(checkpoint)
         else:  # a new model with max_steps=0 has no checkpoint
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
-        weights = weights_in_checkpoint(content, str(best or "the model"))
+        weights = weights_in_checkpoint(content, str(checkpoint or "the model"))
         model = trained_model(run.cfg, run.encoding, weights)
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and hellaswag.py")

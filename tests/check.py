@@ -511,6 +511,10 @@ class Check:
         difference = first_difference(one.log, two.log, self.allowed())
         if difference:
             return difference.verdict(in_one, in_two, self.hint(one, two))
+        if one.report["tokens"] != two.report["tokens"]:
+            return broken("the number of tokens differs",
+                          f"State.tokens is {one.report['tokens']:,} {in_one} and "
+                          f"{two.report['tokens']:,} {in_two}. Perhaps rows are read twice.")
         return holds(remark)
 
     def compare_all(self, run, in_base, in_run):
@@ -753,6 +757,7 @@ def train_and_report(t, train, run, job):
     unsaved = unsaved_values(t, run)
     if not job.get("stop"):
         train(run)
+    report["tokens"] = getattr(run.state, "tokens", 0)
     now = unsaved_values(t, run)
     report["changed"] = [name for name in now if now[name] != unsaved.get(name)]
     if "examine" in job:

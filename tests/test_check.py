@@ -243,7 +243,7 @@ def finished(log, path, tensors, **report):
     torch.save(tensors, path)
     return check.Finished(log=log, checkpoint=path, seconds=1.0, report={
         "changed": [], "draws": False, "step": 2, "samples": None, "later": None,
-        "later_in_training": None, "cross_entropy": 4.0, "drawn": [1],
+        "later_in_training": None, "cross_entropy": 4.0, "drawn": [1], "tokens": 512,
         "draws_without_grad": False, "val_data": [[16], [1]], "initial": {"w": [[2], 7]}} | report)
 
 def verdicts(folder, no_committed="no git", **runs):
@@ -271,6 +271,7 @@ def verdicts(folder, no_committed="no git", **runs):
     ("B", {name: ({(1, "train"): "4.001"}, {}) for name in ("half", "nudged", "two")},
      "The difference is 0.001"),
     ("processes", dict(two=({(3, "train"): "4.001"}, {})), "train differs from step 3 on"),
+    ("processes", dict(two=({}, dict(tokens=1024))), "State.tokens is 512 with one process and 1,"),
     ("saved", dict(reloaded=({(0, "val"): "4.1"}, {})), "--init_from) is 4.1"),
     ("samples", dict(base=({}, dict(samples=["a wrong token", "there"]))), "a wrong token"),
     ("later", dict(base=({}, dict(later=["logits change", "by 1"]))), "logits change"),
