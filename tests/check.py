@@ -80,7 +80,8 @@ PROMISES = {
     "loss": ("the loss is the cross-entropy",
         "The validation loss has an additional term or factor, so it is not comparable with the "
         "losses of other runs. Put a term that only training should minimize under "
-        "`if self.training`. Another reason is that forward() uses `targets` for the logits, too."),
+        "`if self.training`. Other reasons are that validation leaves out targets, or that "
+        "forward() uses `targets` for the logits, too."),
     "effect": ("the edit has an effect",
         "Every loss is the same digit for digit as without the edit. Perhaps the edited code is "
         "never reached, something overwrites its result (for example init_weights(), which draws "
@@ -197,7 +198,7 @@ class Laboratory:
         if status != (KILLED if "kill_at" in job else 0):
             raise Failed(error_of(folder, status))
         report = folder / "report.json"  # a killed run has none
-        checkpoints = sorted(log_dir.glob("checkpoint_*.pt"))
+        checkpoints = sorted(log_dir.glob("checkpoint_[0-9]*.pt"))  # not those of an edit
         if status == 0 and not checkpoints and not job.get("stop"):
             raise Failed("The run left no checkpoint, which finish() saves at the end of train().")
         if name not in ("base", "again", "killed", "continued"):
