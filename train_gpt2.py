@@ -1424,7 +1424,8 @@ def check_parameters(raw_model, optimizers):
         if largest > PLACEHOLDER / 1000:  # also finds placeholders that were scaled by, say, 0.01
             raise UserError(f"{name} was changed, or copied from another weight, before "
                             "init_weights() drew it. Do this at the end of GPT.__init__, or create "
-                            "its layer without draw_later().")
+                            "its layer without draw_later(). (A weight from torch.empty() may look "
+                            "like this, too: initialize it.)")
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")

@@ -54,20 +54,22 @@ PROMISES = {
     "B": ("B changes speed only",
         "The usual reason is a term or a statistic over the rows of a micro-batch (also in "
         "validation, where the last one may be smaller), a random number that is drawn or seeded "
-        "per micro-batch, or a value that counts forward passes instead of steps."),
+        "per micro-batch, a value that counts forward passes instead of steps, or a use of cfg.B."),
     "processes": ("the number of processes changes speed only",
         "The usual reason is a term or a statistic over the rows of one process, a value that each "
         "process computes from its own rows or from the number of processes, or a parameter that "
         "has a gradient on one process only (for example an idle expert). Give such a parameter a "
         "gradient of zeros on the other processes, and do the same for a parameter that is frozen "
-        "in some steps. Another reason is a random number that is drawn before "
-        "torch.manual_seed() in train_step(), for example in read_step()."),
+        "in some steps. Other reasons are a random number that is drawn before "
+        "torch.manual_seed() in train_step(), for example in read_step(), or that only one process "
+        "calls a function that needs all of them, such as validation_loss()."),
     "saved": ("what is saved is what was validated",
         "Validation depends on a value that is not saved, so the saved weights alone are a "
         "different model. Keep this value in a buffer (register_buffer, without "
         "persistent=False). A value that is drawn from the seed is not saved either: "
         "--init_from was tried with a different seed. Another reason is an edit of train() that "
-        "changes weights between the save and the validation of a step."),
+        "changes weights between the save and the validation of a step, or that validates other "
+        "rows at each step."),
     "samples": ("samples follow the model",
         "generate() computes its logits differently from forward(). Let it call self(idx). If the "
         "edit is meant to change sampling (for example by a repetition penalty), this is as it "
@@ -609,7 +611,7 @@ class Check:
     def check_loss(self):
         cross_entropy = self.base.report["cross_entropy"]
         if isinstance(cross_entropy, str):
-            return broken("model(idx) returns no logits to compare with", cross_entropy)
+            return broken("it cannot be computed from the logits of model(idx)", cross_entropy)
         try:
             mine, theirs = self.base.report["val_data"], self.committed().report["val_data"]
         except Unchecked:
@@ -931,6 +933,9 @@ def cross_entropy(run, model):
     for row in range(0, rows, cfg.B):
         x, y = loader.batch(row, min(cfg.B, rows - row), run.device)
         logits = model(x)[0].flatten(0, 1).float()
+        if logits.size(1) != run.encoding.n_vocab:
+            raise ValueError(f"there are {logits.size(1)} logits per token, but the encoding has "
+                             f"{run.encoding.n_vocab} ids")
         total += torch.nn.functional.cross_entropy(logits, y.flatten(), reduction="sum").item()
         counted += (y >= 0).sum().item()
     return total / max(1, counted)
