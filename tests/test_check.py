@@ -1,11 +1,13 @@
 """check.py: whole checks of tiny trainings, and the functions that compare and examine runs."""
 import contextlib
+import math
 import random
 import signal
 import subprocess
 import sys
 import types
 from collections import deque
+from unittest import mock
 
 import check
 import pytest
@@ -366,6 +368,17 @@ def test_logits_that_depend_on_later_tokens_are_found():
     assert "4 of the 4 positions" in found["mean"][1]
     assert "1 of the 1 positions" in found["groups of 4"][1]
     assert "called again" in found["counter"]
+
+def test_logits_of_the_padding_are_reported():
+    """The cross-entropy is computed only if there is one logit for each token id."""
+    batch = torch.zeros(2, 4, dtype=torch.int64)
+    run = mock.Mock(cfg=mock.Mock(B=2, T=4, val_tokens=8), encoding=mock.Mock(n_vocab=6))
+    run.val_loader = mock.Mock(rows_per_epoch=2, batch=lambda *_: (batch, batch))
+    logits = torch.zeros(2, 4, 6)
+    assert check.cross_entropy(run, lambda idx: (logits, None)) == pytest.approx(math.log(6))
+    run.encoding.n_vocab = 5
+    with pytest.raises(ValueError, match="6 logits per token, but the encoding has 5 ids"):
+        check.cross_entropy(run, lambda idx: (logits, None))
 
 def test_what_a_checkpoint_lacks_is_named():
     """Values that change during training, and that no checkpoint holds, are found: attributes of
