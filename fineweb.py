@@ -180,7 +180,7 @@ def remove_unfinished(folder):
 def lock_folder(folder):
     """Lock a folder so that no other run uses it, and return the lock. Make the folder if needed.
 
-    The caller must keep a reference to it. The lock is released when the object is deleted or when
+    The caller must keep a reference to the lock. It is released when the object is deleted or when
     this process ends for any reason. Raise UserError if another process holds the lock. If the disk
     does not support locks, print a warning instead.
     """
@@ -395,7 +395,7 @@ def tokenize(texts, name):
     return np.concatenate(parts, dtype=token_dtype(encoding), casting="unsafe")  # all ids fit
 
 class Worker:
-    """A process that tokenizes, as the main process sees it. The process runs answer_requests().
+    """The main process's handle on a worker process, which runs answer_requests().
 
     It ends when stop() is called or when the main process ends.
     """
@@ -457,7 +457,8 @@ def start_workers(nprocs, encoding_name):
     """Return nprocs new Workers, which never receive STOP_SIGNALS.
 
     If the main process receives such a signal meanwhile, handle it when all workers have been
-    started. If the main process ended at once, an unfinished worker would print a traceback.
+    started. If the main process ended at once, a worker that is still starting would print a
+    traceback.
     """
     # For the main process: only record the signals. (Blocking them, as below, is not enough,
     # because it affects one thread, and libraries have started others.)
@@ -536,8 +537,8 @@ class Shard(NamedTuple):
 def settings_of(cfg, files, shards):
     """Return {name: value} for everything that determines the content of these Shards.
 
-    The values are constants, and the names and sizes of the files up to the one in which the last
-    shard ends. Later files may be added or changed before the next run.
+    These are shard_size, encoding, and the names and sizes of all files up to the one in which the
+    last shard ends. Later files may be added or changed before the next run.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
@@ -657,7 +658,7 @@ def add_shards(cfg, files, finished):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     start = finished[-1].end if finished else Place(0, 0, 0)
     shards = list(finished)
-    write_manifest(cfg, files, shards)  # replaces the manifest of shards that are not kept
+    write_manifest(cfg, files, shards)  # without the shards that are not kept
     batches = read_batches([url for url, size in files], start.file_number, start.row)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,

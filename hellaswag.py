@@ -124,7 +124,7 @@ def tokenize(example, encode=gpt2_encode):
     """
     # Return the tokens of the ending with a space in front of it. encode(" he sings") is not right
     # for all tokenizers, because some add a start token or a space to every text. Therefore encode
-    # "a he sings", and remove as many tokens as encode("a") returns (with the start token, if any).
+    # "a he sings", and remove the tokens of "a", which include the start token if there is one.
     n_tokens_of_a = len(encode("a"))
     endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings
@@ -166,7 +166,7 @@ def cut_to_fit(context, endings, block_size):
     return context[-room_for_context:], endings
 
 def prepare(examples, model, encode=gpt2_encode):
-    """Tokenize questions for a model. Return them as Prepared.
+    """Tokenize questions for a model. Return a Prepared.
 
     examples: dicts like those from iterate_examples(). encode: a function from a text to the
     model's token ids. The model's context length is block_size or max_position_embeddings in its
@@ -206,7 +206,7 @@ def make_batches(rows, batch_tokens):
     return batches
 
 def prepare_for_training(model, encode):
-    """Return all questions as Prepared, the same on every rank, or None if there are none.
+    """Return a Prepared of all questions, the same on every rank, or None if there are none.
 
     Only rank 0 reads or downloads them. If that fails, it prints the reason.
     """
@@ -258,7 +258,7 @@ def ending_losses(model, tokens, is_ending):
     # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
     # and a plain function returns the logits (R, T - 1, V) themselves.
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
-    # The n targets in the endings, row by row: their losses (n,), and the rows they are in (n,)
+    # For each of the n targets that belong to an ending, compute its loss (n,) and its row (n,)
     losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
     row_of_loss = in_ending.nonzero()[:, 0].cpu()
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64

@@ -16,8 +16,8 @@ and the micro-batch size B and the number of GPUs affect only speed and memory.
 (Rounding errors and, with dropout > 0, the dropout masks do depend on them.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
-what long runs need in practice. Code marked "For edits:" makes a difference
-only in an edited copy of this file.
+what long runs need in practice. Code and comments that are marked "For edits:"
+matter only if you change this file.
 """
 import ast
 import contextlib
@@ -77,7 +77,7 @@ class Config:
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass; lowered to divide a process's rows
+    B: int = 64                     # rows per forward pass; lowered if it does not divide the rows
     T: int = 1024                   # tokens per row (the context length)
     # The model: n_layer/n_head/n_embd is 12/12/768 for 124M, 24/16/1024 for 350M, 36/20/1280 for
     # 774M and 48/25/1600 for 1.5B
@@ -141,7 +141,7 @@ FINETUNE = dict(
 PLACEHOLDER = 2.0**17  # no real weight is this large
 
 def draw_later(layer, std=0.02):
-    """Fill a layer's weight with placeholders, for which init_weights() draws Normal(0, std).
+    """Fill a layer's weight with placeholders. init_weights() replaces them by Normal(0, std).
 
     Set the layer's bias to 0. Return the layer. After this call, a module may still set all or some
     elements of the weight itself. It must not scale or copy the weight, because it would scale or
@@ -194,7 +194,7 @@ class GPTConfig:
         return 0.02 / math.sqrt(2 * self.n_layer)
 
 def padded(n_vocab):
-    """Return n_vocab rounded up to a multiple of 128, a size of matrix that GPUs handle faster."""
+    """Return n_vocab rounded up to a multiple of 128, because GPUs are faster with such sizes."""
     return math.ceil(n_vocab / 128) * 128
 
 Norm = nn.LayerNorm  # the class of all norms in the model: edit this line to try a different one
@@ -260,8 +260,8 @@ class GPT(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
         # The output layer shares the matrix of the input embedding, since similar tokens should
         # have similar vectors in both (Press and Wolf 2017). This saves 39 M parameters
+        # To untie the two, wrap this nn.Linear in draw_later(), and remove the line below it
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        # To untie the two, remove this line, and use draw_later() in the line above
         self.lm_head.weight = self.transformer.wte.weight
         init_weights(self, torch.initial_seed() if seed is None else seed)
         # Set the padding rows to 0. They get no gradient, because forward() drops their logits
@@ -341,8 +341,8 @@ class GPT(nn.Module):
 def build_model(cfg, config):
     """Return a GPT with initial weights. cfg is the Config of the run, config is a GPTConfig.
 
-    The callers load other weights afterwards: those given by init_from, those in the checkpoint of
-    a resumed run, or those to sample from and to export.
+    If the weights come from elsewhere, the caller loads them afterwards: from init_from, from the
+    checkpoint of a resumed run, or from the checkpoint to sample from or to export.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
@@ -361,8 +361,9 @@ class DataLoaderLite:
     of the next one.
 
     An epoch reads each piece once, in the order of the files or, with `shuffle`, in a random order
-    that is drawn from (seed, epoch). The nth piece that is read is called row n. The count goes on
-    over all epochs: with 12 pieces, epoch 0 reads rows 0 to 11, and epoch 1 reads rows 12 to 23.
+    that is drawn from (seed, epoch). The nth piece that is read is called row n. The count
+    continues across epochs: with 12 pieces, epoch 0 reads rows 0 to 11, and epoch 1 reads rows 12
+    to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError. recut: shift the beginnings of all pieces by a different amount in each epoch, so
@@ -394,8 +395,8 @@ class DataLoaderLite:
         piece_order = permutation(self.shuffle, n_pieces, self.seed, epoch, shard)  # 1, 2, 0
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
-            # Move all pieces of this epoch to the left, where the first one can only stay at 0.
-            # Multiples of 0.618 T, modulo T, are far apart, so consecutive epochs get different
+            # Shift all pieces of this epoch to the left, except that the first one stays at token
+            # 0. Multiples of 0.618 T, modulo T, are far apart, so consecutive epochs get different
             # pieces
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
@@ -427,8 +428,8 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds 4 permutations: of the shards, and of the pieces of one shard, each for training
-# and for validation. The permutations of all shards would need too much memory
+# The cache holds 4 permutations. For training and for validation, there is one of the shards and
+# one of the pieces of a single shard. Those of all shards would need too much memory
 @lru_cache(maxsize=4)
 def permutation(shuffle, n, *key):
     """Return 0 ... n - 1, shuffled with `key` as the seed, or in order if `shuffle` is False.
@@ -491,7 +492,7 @@ class Muon(torch.optim.Optimizer):
     def nesterov_momentum(self, p, momentum):
         """Update the running average of p's gradient, and look one step ahead.
 
-        Return the value that the average would have if the same gradient came once more.
+        Return the value that the average would have if the next gradient were the same.
         """
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -577,7 +578,7 @@ class State:
 
     @property
     def eval_model(self):
-        """The GPT that is validated and sampled, and whose weights are exported.
+        """The GPT that is validated, sampled from and exported.
 
         For edits: if an edit averages the weights, return the averaged model here.
         """
@@ -605,7 +606,7 @@ class Run:
     hellaswag: object             # a hellaswag.Prepared, or None if HellaSwag is not scored
     folder: "RunFolder"           # writes the files in log_dir
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
-    validated_step: int = -1      # the last step that was validated (for finish)
+    validated_step: int = -1      # for edits: the last step that was validated
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
     told_slow: bool = False       # whether warn_of_slow_steps() has printed its line
 
@@ -615,8 +616,8 @@ def validation_loss(run, loader, model=None):
 
     For edits: `loader` may read a second validation set, and `model` may be a different model.
 
-    Each process sums over its share of the rows, so the result is the same for any B and any
-    number of processes.
+    The losses of all targets are summed over all processes before dividing, so the result does not
+    depend on B or on the number of processes.
     """
     cfg, model = run.cfg, model or run.state.eval_model
     n_rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
@@ -624,7 +625,7 @@ def validation_loss(run, loader, model=None):
     for row in range(rank() * cfg.B, n_rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
         if row + cfg.B > n_rows:
-            # The last batch reads beyond the n_rows rows. Ignore the targets in the other rows
+            # The last batch also contains later rows (or rows of epoch 1). Ignore their targets
             y[n_rows - row:] = -100
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
@@ -653,8 +654,8 @@ def mask_corrections(batches):
     For edits: all factors are 1, unless an edit of read_step() masks targets with -100.
 
     The loss of a step is the mean over the targets of all micro-batches of all processes. The mean
-    of the micro-batches' losses is the same only if they have equally many targets. Otherwise, each
-    loss must be weighted by the number of its targets, divided by the mean number.
+    of the micro-batches' losses is the same only if all of them have the same number of targets.
+    Otherwise, each loss must be weighted by the number of its targets, divided by the mean number.
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(n_targets.sum()) / (len(batches) * world_size())
@@ -693,7 +694,7 @@ def train_step(run):
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: this seed makes random numbers that are drawn below the same in all processes
+    # For edits: because of this seed, random numbers drawn below are the same in all processes
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
@@ -727,14 +728,15 @@ def due(every, run):
 def train(run):
     """Repeat: save, evaluate, take a step. End after max_steps steps or a signal.
 
-    In log.txt, the first step is step 0. The evaluation of step n comes before step n is taken.
+    Steps are counted from 0. An evaluation that is logged as step n is made before step n is taken,
+    that is, after n steps.
     """
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Before evaluating, so that a failed evaluation loses no steps. (Nothing is saved if
-            # the run can be resumed at this step anyway, for example at step 0 of a new model)
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
+            # saved if the run can be resumed at this step anyway, as at step 0 of a new model)
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -762,17 +764,17 @@ def train(run):
 # ---- Checkpoints. A checkpoint is a dict with these entries:
 #
 #     state         State.state_dict(), from which a run is resumed
-#     eval_model    State.eval_model.state_dict(): the weights that are sampled and exported, and
-#                   from which --init_from starts
+#     eval_model    State.eval_model.state_dict(): the weights for samples, for the export and for
+#                   --init_from
 #     gpt_config    the GPTConfig of the model, as a dict
 #     encoding      the name of the encoding
 #     constants     the run's Config, as a dict
 #     data          the fingerprint of the training data
 #     code          the checksum of the code
 #
-# A tensor that occurs twice, such as a weight of raw_model and eval_model, is stored only once. The
-# last three entries are compared with those of the command that resumes the run. The functions of
-# this section convert State to the entry "state" and back
+# A tensor that occurs twice, such as a weight of raw_model and eval_model, is stored only once.
+# When a run is resumed, check_same_training() compares the last three entries with the run's
+# constants, data and code. The functions of this section convert State to "state" and back
 def checkpoint_of(state, cfg, fingerprint):
     """Return the content of a checkpoint of `state`."""
     return {
@@ -818,7 +820,7 @@ def restore_state(state, saved):
         if is_object(value):
             load_object(value, content)
         elif isinstance(content, dict) and not isinstance(value, dict):
-            # The content of an object is a dict, so perhaps State lacks this object now
+            # Objects are saved as dicts, so this may belong to an object that State no longer has
             raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
                              "State has none when it is created")
         else:
@@ -884,7 +886,7 @@ def read_checkpoint(path, mmap=True):
     return in_todays_form(content)
 
 def in_todays_form(content):
-    """Convert a checkpoint to today's format if an earlier version of this script wrote it."""
+    """Convert a checkpoint to the current format if an earlier version of this script wrote it."""
     if "model" in content:  # until 23 November 2026, entries had other names
         content = with_todays_names(content)
     if "state" not in content:  # until 24 November 2026, State's attributes were entries
@@ -894,15 +896,15 @@ def in_todays_form(content):
     for optimizer in content["state"].get("optimizers", []):
         groups = optimizer["param_groups"]
         for i, group in enumerate(groups):
-            # On 24 November 2026, a saved group contained all values, and the initial ones in an
-            # entry that was first called "as_built" and later "in_code"
+            # In checkpoints of 24 November 2026, a saved group contained all its values. Its
+            # initial values were in an extra entry, first called "as_built" and later "in_code"
             initial = group.pop("in_code", group.pop("as_built", None))
             if initial is not None:
                 groups[i] = changed_by_training(group | {"initial": initial})
     return content
 
 def with_todays_names(content):
-    """Rename the entries of a checkpoint that was written until 23 November 2026."""
+    """Rename the entries of a checkpoint that was written on or before 23 November 2026."""
     content = dict(content)
     content["eval_model"] = content.pop("model")
     # Only a run with averaged weights (an edit) had the entry "trained"
@@ -932,7 +934,7 @@ def newest_checkpoint(folder):
         raise UserError(f"Every checkpoint in {folder}/ is damaged: choose a different --log_dir.")
 
 def checkpoint_to_use(folder):
-    """Return the path of the checkpoint whose model is exported, sampled or given to init_from.
+    """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
     It is the newest one or, if the validation loss has risen again (overfitting), the one with the
     lowest validation loss. Damaged checkpoints are left out. Return None if there is no checkpoint.
@@ -1047,7 +1049,7 @@ def load_hugging_face(name):
     return model
 
 def save_hugging_face(model, folder, encoding=None):
-    """Write a folder with the model and its tokenizer that transformers can load.
+    """Write the model and its tokenizer to a folder that transformers can load.
 
     Raise UserError if transformers would return different logits or token ids.
     """
@@ -1098,7 +1100,7 @@ def check_same_function(ours, hf, end_of_text):
 class Weights:
     """The weights of a model and the information needed to use them."""
     source: str           # the file, folder or hub name that they were read from
-    constants: dict       # those of their GPTConfig, except dropout, which they do not determine
+    constants: dict       # the GPTConfig as a dict, except dropout, which they do not determine
     encoding: str | None  # name of the encoding, or None if it is unknown
     tensors: dict         # the state_dict of a GPT
     code: int | None      # checksum of the code that wrote them, or None if it is unknown
@@ -1138,7 +1140,7 @@ def model_config(cfg, encoding, weights=None):
                      n_vocab=encoding.n_vocab, **constants)
 
 def config_for_weights(weights, constants):
-    """Return a GPTConfig of `constants`, where those stored with the weights take precedence.
+    """Return a GPTConfig made from `constants`. Constants stored with the weights override them.
 
     Raise UserError if GPTConfig lacks a constant that the weights were made with.
     """
@@ -1194,7 +1196,7 @@ def sum_over_ranks(tensor):
     return tensor
 
 def print0(text):
-    """Print a text on rank 0 only, with one write, because the saving thread also prints."""
+    """Print a text, on rank 0 only. Use a single write, because the saving thread also prints."""
     if rank() == 0:
         # Ignore the OSError of a full disk, and the RuntimeError that is raised when a signal
         # handler prints during another print
@@ -1221,7 +1223,7 @@ def catch_signals(event):
 
     Without torchrun, a second Ctrl-C ends the process at once.
     """
-    # torchrun passes Ctrl-C on to its processes, so they receive each Ctrl-C twice
+    # The terminal sends Ctrl-C to all processes, and torchrun passes it on, so each gets it twice
     alone = "RANK" not in os.environ
 
     def receive(number, frame):
@@ -1331,7 +1333,7 @@ def find_shards(folder):
     return sorted(Path(folder).glob("*_train_*.npy")), sorted(Path(folder).glob("*_val_*.npy"))
 
 def open_shard(shard):
-    """Memory-map a .npy file as an array (N,) of uint16 or uint32. Return an array unchanged.
+    """Return the token ids (N,) of a shard. Memory-map a path, and return an array unchanged.
 
     Raise UserError if the file is damaged.
     """
@@ -1408,8 +1410,7 @@ def tokens_per_byte(loader, encoding, val_tokens):
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
 
-# ---- For edits: checks that report mistakes that are easily made in an edit and that would
-# otherwise go unnoticed
+# ---- For edits: checks for easily made mistakes that would otherwise go unnoticed
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
 
@@ -1481,7 +1482,7 @@ def loss_warning(run):
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
 # Constants that may differ when a run is resumed. They do not affect training, apart from rounding
-# (dtype, B). epochs is one of them, because it only determines max_steps, which is compared
+# (dtype, B). epochs may differ because it only determines max_steps, which is compared instead
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -1513,7 +1514,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
     """
     # A constant that was added after the run began is assumed to have had its default
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
-    # The constant data is a path. Compare the fingerprints instead
+    # `data` is only a path, so compare the fingerprints of the data instead
     before["data"], now["data"] = checkpoint["data"], fingerprint
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if not cfg.minutes:
@@ -1616,7 +1617,7 @@ class RunFolder:
             self.last_save.result()
 
     def write_checkpoint(self, content):
-        """Write and verify a checkpoint, then delete those that need not be kept."""
+        """Write and verify a checkpoint, then delete older ones that need not be kept."""
         step, start = content["state"]["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
@@ -1632,7 +1633,7 @@ class RunFolder:
         self.prune(step)
 
     def prune(self, step):
-        """Delete checkpoints that need not be kept, now that the one of `step` has been written.
+        """Delete checkpoints that need not be kept, now that the one for `step` has been written.
 
         Keep the checkpoint of `step` and the newest one before it, one every keep_every steps, and
         the one with the lowest validation loss.
@@ -1790,7 +1791,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     return cfg, start, lines
 
 def choose_data(flags):
-    """Return the training data, and a note to print if it is the quick start's."""
+    """Return the training data and a note to print, which is "" unless this is the quick start."""
     data = flags.get("data", Config.data)
     was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
     if was_chosen or find_shards(data)[0]:
@@ -1850,7 +1851,7 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def suggested_by_weights(weights):
-    """Return the constants for fine-tuning that suit the weights, where FINETUNE has none.
+    """Return the max_lr and T that suit the weights. They apply unless FINETUNE sets them.
 
     Adam's best learning rate falls as the width grows (Yang et al. 2022); max_lr is 1.3e-4 for
     gpt2. T is the largest power of two that fits the weights' context, up to 1024.
@@ -1882,14 +1883,14 @@ def describe_preset(preset_name, preset, cfg):
 def describe_weights(start, determined, cfg_without_weights):
     """Return a description of the weights: their source and the constants that they change.
 
-    determined: {name: value} of the constants that they determine. cfg_without_weights: the Config
-    before they do so.
+    determined: {name: value} of the constants that the weights determine. cfg_without_weights: the
+    Config without them.
     """
     before = asdict(cfg_without_weights)
     changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in determined.items()
                if value != before[name]]
     text = f"weights   {start.weights.source} sets {', '.join(changed) or 'no constant'}"
-    # If a run is resumed, warnings_about() reports different code
+    # If a run is resumed, warnings_about() reports that the code has changed
     if not start.checkpoint and is_of_other_code(start.weights.code):
         text += ". It was written by different code"
     return text
@@ -1949,7 +1950,7 @@ def set_up(cfg, device, start=Start()):
     return run
 
 def determine_max_steps(cfg, train_loader, checkpoint, build):
-    """Return max_steps. It depends on the speed if `minutes` is set, and on the data for `epochs`.
+    """Return max_steps. If `minutes` is set, it depends on the speed; with `epochs`, on the data.
 
     A resumed run keeps the max_steps that was measured when it began.
     build: a function that builds the Run whose steps are measured.
@@ -2074,8 +2075,8 @@ def description(run, checkpoint):
         lines.append("This run is finished. It is only validated, sampled and exported again.")
     return "\n".join(lines)
 
-# ---- Monitoring and saving. log.txt is for programs, stdout for people. Steps and weights are
-# checked before they are reported and saved
+# ---- Monitoring and saving. log.txt is for programs, stdout for people. Each step is
+# checked before it is reported, and the weights before they are saved
 def report(run, step, metric, value, note="", print_always=False):
     """Append a value to log.txt, which plot_curves() reads, and print it if a line is due.
 
@@ -2128,7 +2129,7 @@ def check_step(run, step, losses, norms):
     fail_if(problem_with_loss(run, step, statistics.fmean(losses), norms[0]), run)
 
 def fail_if(problem, run):
-    """If there is a problem (a message, or else None), write it to run.json, raise UserError."""
+    """If `problem` is a message and not None, write it to run.json and raise UserError."""
     if problem:
         run.folder.write_run({"failed": problem})
         raise UserError(problem)
@@ -2346,7 +2347,7 @@ def closing_words(cfg, step):
 def result_of(run):
     """Return a run's result as {name: value}.
 
-    It holds the last value of each name in log.txt, and totals such as the number of tokens.
+    It holds the last value of each metric in log.txt, and totals such as the number of tokens.
     """
     cfg, state, metrics = run.cfg, run.state, read_metrics(run.folder.path)
     result = {metric: points[-1][1] for metric, points in metrics.items()}
