@@ -524,8 +524,8 @@ class Place(NamedTuple):
     from row 300 of file 2 on and leaving out the first 1,200 tokens.
     """
     file_number: int  # index of the file in reading order; len(files) at the end of the corpus
-    row: int          # the first row of a batch
-    offset: int       # number of tokens from the start of this row to the end of the shard
+    row: int          # the first row of the batch in which the shard ends
+    offset: int       # number of tokens from the start of this batch to the end of the shard
 
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
@@ -594,9 +594,9 @@ def find_finished(cfg, files):
 
     These are the shards in the manifest, up to the first one whose file is missing.
 
-    If the manifest is missing, or has different settings or files, raise UserError. But if there
-    are no training shards, return [] instead. (A validation shard alone is left over from a corpus
-    that was too short, and will be overwritten.)
+    If the manifest is missing or has different settings or files, there are two cases. If there are
+    training shards, raise UserError. Otherwise return []; a validation shard, which is left over
+    from a corpus that was too short, will then be overwritten.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

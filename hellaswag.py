@@ -122,9 +122,9 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # Return the tokens of the ending with a space in front of it. encode(" he sings") is not right
-    # for all tokenizers, because some add a start token or a space to every text. Therefore encode
-    # "a he sings", and remove the tokens of "a", which include the start token if there is one.
+    # To get the tokens of " he sings", encode "a he sings", and remove the tokens of "a". Encoding
+    # " he sings" itself would be wrong for tokenizers that add a start token or a space to every
+    # text. (If there is a start token, it is among the tokens of "a".)
     n_tokens_of_a = len(encode("a"))
     endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings

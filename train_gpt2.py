@@ -145,7 +145,7 @@ def draw_later(layer, std=0.02):
 
     Set the layer's bias to 0. Return the layer. After this call, a module may still set all or some
     elements of the weight itself. It must not scale or copy the weight, because it would scale or
-    copy placeholders (the script reports this as an error).
+    copy placeholders. (check_parameters() raises an error if a placeholder was changed or copied.)
     """
     nn.init.constant_(layer.weight, PLACEHOLDER)
     layer.weight.init_std = std
@@ -565,7 +565,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time spent on steps (see add_time)
+    minutes: float = 0.0          # time spent on steps, except the first after each start
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
@@ -649,7 +649,7 @@ def read_step(run):
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
 def mask_corrections(batches):
-    """Return a factor per micro-batch, by which train_step() multiplies its loss.
+    """Return a factor per micro-batch that corrects its loss if it has fewer targets than others.
 
     For edits: all factors are 1, unless an edit of read_step() masks targets with -100.
 
@@ -800,6 +800,7 @@ def changed_by_training(group):
 
     These are not saved. A resumed run takes them from the code, so that an edit takes effect. What
     training has changed is saved, for example a step count that an optimizer stores in its groups.
+    (This includes lr, but step_optimizers() computes it again before each step.)
     """
     initial = group["initial"]
     unchanged = {name for name, value in initial.items() if group[name] == value}
@@ -887,6 +888,7 @@ def read_checkpoint(path, mmap=True):
 
 def in_todays_form(content):
     """Convert a checkpoint to the current format if an earlier version of this script wrote it."""
+    # Each step below converts one version to the next
     if "model" in content:  # until 23 November 2026, entries had other names
         content = with_todays_names(content)
     if "state" not in content:  # until 24 November 2026, State's attributes were entries
@@ -1517,7 +1519,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
     # `data` is only a path, so compare the fingerprints of the data instead
     before["data"], now["data"] = checkpoint["data"], fingerprint
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
-    if not cfg.minutes:
+    if not cfg.minutes:  # --max_steps has set it to 0 (see resolve_config)
         changed.discard("minutes")
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
@@ -2006,7 +2008,7 @@ def build_run(cfg, folder, device, start, encoding, train_loader, val_loader):
     set_attention(cfg, device, dtype)
     config = model_config(cfg, encoding, start.weights)
     raw_model = build_model(cfg, config).to(device)
-    if start.weights:
+    if start.weights:  # If a run is resumed, build_state() replaces them with those in State
         load_weights(raw_model, start.weights)  # For edits: change these weights after this line
     state = build_state(raw_model, cfg, dtype, start.checkpoint)
     if compiled:
