@@ -141,7 +141,7 @@ FINETUNE = dict(
 PLACEHOLDER = 2.0**17  # no real weight is this large
 
 def draw_later(layer, std=0.02):
-    """Fill a layer's weight with placeholders. init_weights() replaces them by Normal(0, std).
+    """Fill a layer's weight with placeholders. init_weights() later draws Normal(0, std).
 
     Set the layer's bias to 0. Return the layer. After this call, a module may still set all or some
     elements of the weight itself. It must not scale or copy the weight, because it would scale or
@@ -259,8 +259,8 @@ class GPT(nn.Module):
             ln_f=Norm(config.n_embd)))
         self.dropout = nn.Dropout(config.dropout)
         # The output layer shares the matrix of the input embedding, since similar tokens should
-        # have similar vectors in both (Press and Wolf 2017). This saves 39 M parameters
-        # To untie the two, wrap this nn.Linear in draw_later(), and remove the line below it
+        # have similar vectors in both (Press and Wolf 2017). This saves 39 M parameters. To untie
+        # the two, wrap this nn.Linear in draw_later(), and remove the line below it
         self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
         self.lm_head.weight = self.transformer.wte.weight
         init_weights(self, torch.initial_seed() if seed is None else seed)
@@ -1178,8 +1178,8 @@ def trained_model(cfg, encoding, weights):
     load_weights(model, weights)
     return model
 
-# ---- Processes and the machine. torchrun starts one process per GPU and numbers
-# them. "auto" chooses what is fast on this machine. If a GPU cannot be used, a message says why
+# ---- Processes and the machine. torchrun starts one process per GPU and numbers them. "auto"
+# chooses what is fast on this machine. If a GPU cannot be used, a message says why
 def rank():
     """Return this process's rank, counted from 0. Only rank 0 prints and writes files."""
     return int(os.environ.get("RANK", 0))
