@@ -126,7 +126,7 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", compile=False)
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
-# shape and the encoding. suggested_by_weights() chooses max_lr and T, unless you add them here
+# shape and the encoding and, unless you add them here, max_lr and T (see set_by_weights)
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
@@ -569,12 +569,7 @@ class State:
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
-        for optimizer in self.optimizers:
-            for group in optimizer.param_groups:
-                # The hyperparameters as the code sets them. step_optimizers() needs the lr. When a
-                # run is saved, only what training has changed is stored (see changed_by_training)
-                group["initial"] = {name: value for name, value in group.items()
-                                    if name not in ("params", "param_names")}
+        remember_initial_values(self.optimizers)
 
     @property
     def eval_model(self):
@@ -590,6 +585,18 @@ class State:
 
     def load_state_dict(self, saved):
         restore_state(self, saved)
+
+def remember_initial_values(optimizers):
+    """Store in each optimizer group, as group["initial"], the hyperparameters that the code set.
+
+    step_optimizers() computes the learning rate from the initial one. A checkpoint contains only
+    those hyperparameters that no longer have their initial value (see changed_by_training).
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if "initial" not in group:
+                group["initial"] = {name: value for name, value in group.items()
+                                    if name not in ("params", "param_names")}
 
 @dataclass
 class Run:
@@ -708,6 +715,7 @@ def step_optimizers(state, cfg, norm):
     A group that configure_optimizers() built with max_lr gets the learning rate of get_lr(). A
     group that was built with a different one, such as Muon's, follows the same curve, scaled.
     """
+    remember_initial_values(state.optimizers)  # For edits: an edit may have replaced an optimizer
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
@@ -1178,6 +1186,221 @@ def trained_model(cfg, encoding, weights):
     load_weights(model, weights)
     return model
 
+# ---- The command line and the constants. After resolve_config(), only max_steps can still change
+PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
+
+def main():
+    """Do what the command line asks. On a UserError, print its message and exit with status 1."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C has nothing to save
+    code_checksum()  # compute it now, because the file may be edited during the run
+    try:
+        run_command(parse_flags(Config, __doc__, PRESETS))
+        if dist.is_initialized():  # run_command() has returned, so no DDP model needs the group now
+            dist.destroy_process_group()
+    except Exception as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            error = UserError("Out of memory. Choose a smaller --B; it trains the same model.")
+        if isinstance(error, UserError):
+            print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        if dist.is_initialized():
+            os._exit(1)  # a normal exit would wait for other processes, which may wait for this one
+        sys.exit(1)
+
+def run_command(flags):
+    """Train, or print samples. flags: {name: text} of the flags that were given."""
+    # The device comes first, because processes need it to find each other
+    device = pick_device(flags.get("device", Config.device))
+    if "RANK" in os.environ:
+        join_processes(device)
+    cfg, weights, checkpoint, first_lines = resolve_config(flags, device)
+    if cfg.sample:
+        sample_only(cfg, device, weights)
+        return
+    print0(first_lines)
+    run = set_up(cfg, device, weights, checkpoint)
+    del weights, checkpoint  # free their memory
+    with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
+        train(run)
+
+def resolve_config(flags, device=torch.device("cpu")):
+    """Return (cfg, weights, checkpoint, the first lines to print).
+
+    weights and checkpoint are what the command starts from: see find_start().
+
+    Each constant gets its value from the last of these sources that sets it:
+
+    1. Config
+    2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
+       on a text file
+    3. the flags, {name: text}
+    4. the weights, if there are any (see set_by_weights). A flag that contradicts them raises
+       UserError
+
+    Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
+    `minutes`, final_max_steps() computes it once the data have been opened.
+    """
+    if "max_steps" in flags:  # `epochs` and `minutes` of Config or a preset would overwrite it
+        flags = {"epochs": "0", "minutes": "0"} | flags
+    data, note = choose_data(flags)
+    preset_name = choose_preset(data, flags)
+    preset = {"data": data} | PRESETS.get(preset_name, {})
+    cfg = make_config(Config, preset | flags)
+    weights, checkpoint = find_start(cfg, device)
+    weights_line = ""
+    if weights:
+        constants = set_by_weights(weights, preset_name, flags)
+        check_flags_against_weights(flags, constants, weights)
+        weights_line = "\n" + describe_weights(weights, constants, cfg_without_weights=cfg)
+        cfg = replace(cfg, **constants)
+        # If a run is resumed, warnings_about() reports that the code has changed
+        if not checkpoint and is_of_other_code(weights.code):
+            weights_line += ". It was written by different code"
+    lines = f"{note}{describe_preset(preset_name, preset, cfg)}{weights_line}"
+    if not cfg.sample:
+        check_config(cfg)
+        cfg = replace(cfg, B=fitting_B(cfg))
+    return cfg, weights, checkpoint, lines
+
+def choose_data(flags):
+    """Return the training data and a note to print, which is "" unless this is the quick start."""
+    data = flags.get("data", Config.data)
+    was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
+    if was_chosen or find_shards(data)[0]:
+        return data, ""
+    return str(Path(__file__).resolve().with_name("input.txt")), (
+        "Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
+        "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
+
+def choose_preset(data, flags):
+    """Return the name of the preset, or "" if there is none, as for training on shards."""
+    if not is_text(data):
+        return ""
+    return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
+
+def find_start(cfg, device):
+    """Return what the command starts from: (weights, checkpoint), each None if there is none.
+
+    checkpoint: the content of the checkpoint from which the run in log_dir is resumed. None for a
+    new run, and with --sample.
+
+    weights: with --sample, the weights to sample from. Otherwise, the weights in init_from. If a
+    run is resumed that began with init_from, the weights in its checkpoint take their place.
+
+    Raise UserError if checkpoints or weights cannot be read.
+    """
+    if cfg.init_from == "resume":
+        raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
+                        "the same --log_dir. Leave out --init_from=resume.")
+    if cfg.sample:
+        return weights_to_sample(cfg), None
+    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
+    if cfg.init_from == "scratch":
+        return None, checkpoint
+    if checkpoint:
+        return weights_in_checkpoint(checkpoint, cfg.log_dir), checkpoint
+    return read_weights(cfg.init_from), None
+
+def weights_to_sample(cfg):
+    """Return the weights for --sample: those in init_from if it is set, or else in log_dir.
+
+    Raise UserError if there are none.
+    """
+    if cfg.init_from != "scratch":
+        return read_weights(cfg.init_from)
+    if not find_checkpoints(cfg.log_dir):
+        raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, or "
+                        "set --init_from.")
+    return read_weights(cfg.log_dir)
+
+def read_newest_checkpoint(log_dir, device):
+    """Return the content of the newest undamaged checkpoint, or None. Rank 0 chooses it."""
+    path = newest_checkpoint(log_dir) if rank() == 0 else None
+    if world_size() > 1:  # processes may see different files on a shared disk
+        box = [path]
+        dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
+        path = box[0]
+    if path is None:
+        return None
+    # Do not memory-map the file on a CPU: AdamW would keep the mapped tensors, and Windows cannot
+    # delete a mapped file
+    return read_checkpoint(path, mmap=device.type != "cpu")
+
+def set_by_weights(weights, preset_name, flags):
+    """Return {name: value} of the constants of Config that weights set.
+
+    They always set the model's shape and, if it is known, the encoding. In FINETUNE they also set
+    max_lr and T, unless FINETUNE or a flag sets these.
+    """
+    known = asdict(Config())
+    constants = {name: value for name, value in weights.constants.items() if name in known}
+    if weights.encoding:
+        constants["encoding"] = weights.encoding
+    if preset_name == "FINETUNE":
+        # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
+        # max_lr is 1.3e-4. T is the largest power of two that fits the weights' context, up to 1024
+        suggested = {"max_lr": 0.1 / weights.constants["n_embd"],
+                     "T": min(1024, 2 ** int(math.log2(weights.constants["block_size"])))}
+        constants |= {name: value for name, value in suggested.items()
+                      if name not in FINETUNE and name not in flags}
+    return constants
+
+def check_flags_against_weights(flags, constants, weights):
+    """Raise UserError for a flag that contradicts the constants that the weights set."""
+    for name in flags.keys() & constants.keys():
+        if flags[name] != str(constants[name]):
+            raise UserError(f"{name} is {constants[name]} in the weights {weights.source}: "
+                            f"leave out --{name}.")
+
+def describe_preset(preset_name, preset, cfg):
+    """Return a description of the preset: its name, the reason for it, and its values in cfg."""
+    if not preset_name:
+        return "settings  Config, since data is a folder of shards"
+    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in preset)
+    reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
+    return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
+
+def describe_weights(weights, constants, cfg_without_weights):
+    """Return a description of the weights: their source and the constants that they change.
+
+    constants: what set_by_weights() returned.
+    """
+    before = asdict(cfg_without_weights)
+    changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in constants.items()
+               if value != before[name]]
+    return f"weights   {weights.source} sets {', '.join(changed) or 'no constant'}"
+
+def check_config(cfg):
+    """Raise UserError for values of constants that cannot work."""
+    for name in ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens"):
+        if getattr(cfg, name) < 1:
+            raise UserError(f"{name}={getattr(cfg, name)}: it must be 1 or more.")
+    if cfg.dropout >= 1:
+        raise UserError(f"dropout={cfg.dropout}: it must be below 1.")
+    if cfg.seed >= 2**32:
+        raise UserError(f"seed={cfg.seed}: it must be below 2**32.")
+    if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
+        raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
+    if cfg.n_embd % cfg.n_head:
+        raise UserError(f"n_embd={cfg.n_embd} is not a multiple of n_head={cfg.n_head}: change one "
+                        "of them.")
+    if not is_text(cfg.data) and not all(find_shards(cfg.data)):
+        raise UserError(f"data={cfg.data} is neither a text file nor a folder with *_train_*.npy "
+                        "and *_val_*.npy: run fineweb.py, or set a different --data.")
+    together = cfg.T * world_size()
+    if cfg.total_batch_size % together:
+        fitting = max(1, round(cfg.total_batch_size / together)) * together
+        raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
+                        f"processes = {cfg.T} * {world_size()}: use for example "
+                        f"--total_batch_size={fitting}.")
+
+def fitting_B(cfg):
+    """Return the largest B, at most cfg.B, that evenly divides one process's rows of a step."""
+    rows = max(1, rows_of_step(cfg, 0) // world_size())
+    return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
+
 # ---- Processes and the machine. torchrun starts one process per GPU and numbers them. "auto"
 # chooses what is fast on this machine. If a GPU cannot be used, a message says why
 def rank():
@@ -1546,7 +1769,6 @@ class RunFolder:
         self.last_save = None     # Future of the latest save, kept after it has finished
         self.last_plot = None     # Future of the latest plot
         self.saved_step = None    # the step of the newest checkpoint
-        self.failure = ""         # reason for the most recent failed save
         self.host_buffers = {}    # host memory of the latest save, reused by the next one
 
     def begin(self, step, continues, warnings=()):
@@ -1614,12 +1836,14 @@ class RunFolder:
         self.last_save = self.executor.submit(self.write_checkpoint, content)
 
     def wait_for_save(self):
-        """Wait until the latest save has finished."""
-        if self.last_save:
-            self.last_save.result()
+        """Wait until the latest save has finished. Return its error message, "" if it succeeded."""
+        return self.last_save.result() if self.last_save else ""
 
     def write_checkpoint(self, content):
-        """Write and verify a checkpoint, then delete older ones that need not be kept."""
+        """Write and verify a checkpoint, then delete older ones that need not be kept.
+
+        Return "", or an error message if the checkpoint cannot be written.
+        """
         step, start = content["state"]["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
@@ -1627,12 +1851,12 @@ class RunFolder:
         except (OSError, RuntimeError, UserError) as e:
             while e.__context__:  # torch.save raises a RuntimeError that hides an OSError
                 e = e.__context__
-            self.failure = first_line(e)
-            print0(f"!!! NOT SAVED at step {step}: {self.failure}. Earlier checkpoints are kept.")
-            return
+            print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. Earlier checkpoints are kept.")
+            return first_line(e)
         self.saved_step, seconds = step, time.perf_counter() - start
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
         self.prune(step)
+        return ""
 
     def prune(self, step):
         """Delete checkpoints that need not be kept, now that the one for `step` has been written.
@@ -1700,281 +1924,59 @@ def open_log(path, step):
     file.truncate(kept)
     return file
 
-# ---- Starting a run, in the order of the calls: main, run_command, resolve_config, set_up. The log
-# and the export in log_dir are not touched until the data, the checkpoint and the model have been
-# checked.
-
-PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
-
-def main():
-    """Do what the command line asks. On a UserError, print its message and exit with status 1."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C has nothing to save
-    code_checksum()  # compute it now, because the file may be edited during the run
-    try:
-        run_command(parse_flags(Config, __doc__, PRESETS))
-        if dist.is_initialized():  # run_command() has returned, so no DDP model needs the group now
-            dist.destroy_process_group()
-    except Exception as error:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            error = UserError("Out of memory. Choose a smaller --B; it trains the same model.")
-        if isinstance(error, UserError):
-            print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
-        if dist.is_initialized():
-            os._exit(1)  # a normal exit would wait for other processes, which may wait for this one
-        sys.exit(1)
-
-def run_command(flags):
-    """Train, or print samples. flags: {name: text} of the flags that were given."""
-    # The device comes first, because processes need it to find each other
-    device = pick_device(flags.get("device", Config.device))
-    if "RANK" in os.environ:
-        join_processes(device)
-    cfg, start, first_lines = resolve_config(flags, device)
-    if cfg.sample:
-        sample_only(cfg, device, start.weights)
-        return
-    print0(first_lines)
-    run = set_up(cfg, device, start)
-    del start  # free what the model and the optimizers do not use
-    with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
-        train(run)
-
-@dataclass(frozen=True)
-class Start:
-    """What a command starts from.
-
-    weights: the weights given by init_from or, with --sample, those to sample from. They determine
-    the constants of the model. None for a model that is trained from scratch.
-
-    checkpoint: the content of the checkpoint from which a run is resumed. None for a new run, and
-    with --sample. If the resumed run began with init_from, `weights` are also read from this
-    checkpoint, not from init_from.
-    """
-    weights: Weights | None = None
-    checkpoint: dict | None = None
-
-def resolve_config(flags, device=torch.device("cpu")):
-    """Return (cfg, what to start from, the first lines to print).
-
-    Each constant gets its value from the last of these sources that sets it:
-
-    1. Config
-    2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
-       on a text file. Where FINETUNE has no max_lr or T, the weights suggest one
-    3. the weights, if there are any: they determine the model's shape and the encoding
-    4. the flags, {name: text}. A flag that contradicts the weights raises UserError
-
-    Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
-    `minutes`, determine_max_steps() computes it once the data have been opened.
-    """
-    if "max_steps" in flags:  # `epochs` and `minutes` of Config or a preset would overwrite it
-        flags = {"epochs": "0", "minutes": "0"} | flags
-    data, note = choose_data(flags)
-    preset_name = choose_preset(data, flags)
-    preset = {"data": data} | PRESETS.get(preset_name, {})
-    # A preliminary Config. find_start() needs only its log_dir, init_from and sample
-    cfg = make_config(Config, preset | flags)
-    start = find_start(cfg, device)
-    weights_line = ""
-    if start.weights:
-        determined = determined_by_weights(start.weights)
-        check_flags_against_weights(flags, determined, start.weights)
-        weights_line = "\n" + describe_weights(start, determined, cfg_without_weights=cfg)
-        if preset_name == "FINETUNE":
-            preset = suggested_by_weights(start.weights) | preset
-        cfg = make_config(Config, preset | determined | flags)
-    lines = f"{note}{describe_preset(preset_name, preset, cfg)}{weights_line}"
-    if not cfg.sample:
-        check_config(cfg)
-        cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, start, lines
-
-def choose_data(flags):
-    """Return the training data and a note to print, which is "" unless this is the quick start."""
-    data = flags.get("data", Config.data)
-    was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
-    if was_chosen or find_shards(data)[0]:
-        return data, ""
-    return str(Path(__file__).resolve().with_name("input.txt")), (
-        "Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
-        "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
-
-def choose_preset(data, flags):
-    """Return the name of the preset, or "" if there is none, as for training on shards."""
-    if not is_text(data):
-        return ""
-    return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
-
-def find_start(cfg, device):
-    """Return what to start from.
-
-    Training resumes the run in log_dir if there is one, and otherwise starts from init_from.
-    Sampling only needs weights. Raise UserError if checkpoints or weights cannot be read.
-    """
-    if cfg.init_from == "resume":
-        raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
-                        "the same --log_dir. Leave out --init_from=resume.")
-    if cfg.sample:
-        return Start(weights_to_sample(cfg))
-    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    weights = None
-    if cfg.init_from != "scratch" and checkpoint:
-        weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
-    elif cfg.init_from != "scratch":
-        weights = read_weights(cfg.init_from)
-    return Start(weights, checkpoint)
-
-def weights_to_sample(cfg):
-    """Return the weights for --sample: those in init_from if it is set, or else in log_dir.
-
-    Raise UserError if there are none.
-    """
-    if cfg.init_from != "scratch":
-        return read_weights(cfg.init_from)
-    if not find_checkpoints(cfg.log_dir):
-        raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, or "
-                        "set --init_from.")
-    return read_weights(cfg.log_dir)
-
-def read_newest_checkpoint(log_dir, device):
-    """Return the content of the newest undamaged checkpoint, or None. Rank 0 chooses it."""
-    path = newest_checkpoint(log_dir) if rank() == 0 else None
-    if world_size() > 1:  # processes may see different files on a shared disk
-        box = [path]
-        dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
-        path = box[0]
-    if path is None:
-        return None
-    # Do not memory-map the file on a CPU: AdamW would keep the mapped tensors, and Windows cannot
-    # delete a mapped file
-    return read_checkpoint(path, mmap=device.type != "cpu")
-
-def suggested_by_weights(weights):
-    """Return the max_lr and T that suit the weights. They apply unless FINETUNE sets them.
-
-    Adam's best learning rate falls as the width grows (Yang et al. 2022); max_lr is 1.3e-4 for
-    gpt2. T is the largest power of two that fits the weights' context, up to 1024.
-    """
-    block_size = weights.constants["block_size"]
-    return {"max_lr": 0.1 / weights.constants["n_embd"],
-            "T": min(1024, 2 ** int(math.log2(block_size)))}
-
-def determined_by_weights(weights):
-    """Return the constants of Config that the weights determine."""
-    shared = {name: value for name, value in weights.constants.items() if name in asdict(Config())}
-    return shared | ({"encoding": weights.encoding} if weights.encoding else {})
-
-def check_flags_against_weights(flags, determined, weights):
-    """Raise UserError for a flag that contradicts the weights."""
-    for name in flags.keys() & determined.keys():
-        if flags[name] != str(determined[name]):
-            raise UserError(f"{name} is {determined[name]} in the weights {weights.source}: "
-                            f"leave out --{name}.")
-
-def describe_preset(preset_name, preset, cfg):
-    """Return a description of the preset: its name, the reason for it, and its values in cfg."""
-    if not preset_name:
-        return "settings  Config, since data is a folder of shards"
-    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in preset)
-    reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
-    return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
-
-def describe_weights(start, determined, cfg_without_weights):
-    """Return a description of the weights: their source and the constants that they change.
-
-    determined: {name: value} of the constants that the weights determine. cfg_without_weights: the
-    Config without them.
-    """
-    before = asdict(cfg_without_weights)
-    changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in determined.items()
-               if value != before[name]]
-    text = f"weights   {start.weights.source} sets {', '.join(changed) or 'no constant'}"
-    # If a run is resumed, warnings_about() reports that the code has changed
-    if not start.checkpoint and is_of_other_code(start.weights.code):
-        text += ". It was written by different code"
-    return text
-
-def check_config(cfg):
-    """Raise UserError for values of constants that cannot work."""
-    for name in ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens"):
-        if getattr(cfg, name) < 1:
-            raise UserError(f"{name}={getattr(cfg, name)}: it must be 1 or more.")
-    if cfg.dropout >= 1:
-        raise UserError(f"dropout={cfg.dropout}: it must be below 1.")
-    if cfg.seed >= 2**32:
-        raise UserError(f"seed={cfg.seed}: it must be below 2**32.")
-    if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
-        raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
-    if cfg.n_embd % cfg.n_head:
-        raise UserError(f"n_embd={cfg.n_embd} is not a multiple of n_head={cfg.n_head}: change one "
-                        "of them.")
-    if not is_text(cfg.data) and not all(find_shards(cfg.data)):
-        raise UserError(f"data={cfg.data} is neither a text file nor a folder with *_train_*.npy "
-                        "and *_val_*.npy: run fineweb.py, or set a different --data.")
-    together = cfg.T * world_size()
-    if cfg.total_batch_size % together:
-        fitting = max(1, round(cfg.total_batch_size / together)) * together
-        raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
-                        f"processes = {cfg.T} * {world_size()}: use for example "
-                        f"--total_batch_size={fitting}.")
-
-def fitting_B(cfg):
-    """Return the largest B, at most cfg.B, that evenly divides one process's rows of a step."""
-    rows = max(1, rows_of_step(cfg, 0) // world_size())
-    return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
-
-def set_up(cfg, device, start=Start()):
-    """Return the Run for train(). start: the Start that resolve_config() returned.
+# ---- Setting up a run. The log and the export in log_dir are not touched until the data, the
+# checkpoint and the model have been checked
+def set_up(cfg, device, weights=None, checkpoint=None):
+    """Return the Run for train(). weights, checkpoint: what find_start() returned.
 
     Raise UserError if the data, the weights, the checkpoint and the code do not fit together.
     """
-    checkpoint = start.checkpoint
     encoding = get_encoding(cfg.encoding)
-    train_loader, val_loader = open_data(cfg, encoding)
-    fingerprint, lock = fingerprint_of(train_loader), lock_run_folder(cfg.log_dir)
-    check_weights_fit(start.weights, cfg, encoding)
-    # build(cfg, folder=...) calls build_run(). If `minutes` is set, determine_max_steps() also
-    # builds a Run, to find out how long a step takes
-    build = partial(build_run, device=device, start=start, encoding=encoding,
-                    train_loader=train_loader, val_loader=val_loader)
-    cfg = replace(cfg, max_steps=determine_max_steps(cfg, train_loader, checkpoint, build))
+    loaders = open_data(cfg, encoding)
+    fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
+    if weights:
+        check_weights_fit(weights, cfg, encoding)
+    cfg = replace(cfg, max_steps=final_max_steps(cfg, device, loaders, weights, checkpoint))
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
-    run = build(cfg, folder=RunFolder(cfg, fingerprint, lock))
+    folder = RunFolder(cfg, fingerprint, lock)
+    run = build_run(cfg, device, loaders, weights, checkpoint, folder)
     catch_signals(run.signal_came)
     warnings = warnings_about(run, checkpoint)
-    run.folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
+    folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
     lines = [description(run, checkpoint), *(f"!!! {warning}" for warning in warnings)]
     print0("\n".join(lines))
     return run
 
-def determine_max_steps(cfg, train_loader, checkpoint, build):
-    """Return max_steps. If `minutes` is set, it depends on the speed; with `epochs`, on the data.
+def final_max_steps(cfg, device, loaders, weights, checkpoint):
+    """Return max_steps. With `minutes`, it depends on the speed, and with `epochs`, on the data.
 
     A resumed run keeps the max_steps that was measured when it began.
-    build: a function that builds the Run whose steps are measured.
     """
+    if cfg.minutes and checkpoint:
+        return checkpoint["constants"]["max_steps"]
     if cfg.minutes:
-        if checkpoint:
-            return checkpoint["constants"]["max_steps"]
-        return steps_that_fit(cfg, build)
-    if not cfg.epochs:
-        return cfg.max_steps
+        return steps_that_fit(cfg, device, loaders, weights)
+    if cfg.epochs:
+        train_loader, _ = loaders
+        return steps_for_epochs(cfg, train_loader.rows_per_epoch)
+    return cfg.max_steps
+
+def steps_for_epochs(cfg, rows_per_epoch):
+    """Return how many steps read the data cfg.epochs times."""
     max_steps = 1
-    while rows_before(cfg, max_steps) < cfg.epochs * train_loader.rows_per_epoch:
+    while rows_before(cfg, max_steps) < cfg.epochs * rows_per_epoch:
         max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
     return max_steps
 
-def steps_that_fit(cfg, build):
+def steps_that_fit(cfg, device, loaders, weights):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
     The trial steps train a Run of their own, which is thrown away. It has no folder.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
-    run, seconds = build(replace(cfg, hellaswag_every=0), folder=None), []
+    run = build_run(replace(cfg, hellaswag_every=0), device, loaders, weights)
+    seconds = []
     for _ in range(20):
         start = time.perf_counter()
         loss, _ = train_step(run)
@@ -1993,24 +1995,29 @@ def steps_that_fit(cfg, build):
     return steps
 
 def check_weights_fit(weights, cfg, encoding):
-    """Raise UserError if given weights have the wrong vocabulary or too short a context."""
-    if weights is None:
-        return
+    """Raise UserError if weights have the wrong vocabulary or too short a context."""
     n_vocab, block_size = weights.constants["n_vocab"], weights.constants["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"{weights.source} has {n_vocab} tokens and a context of {block_size}, but "
                         f"encoding={cfg.encoding} has {encoding.n_vocab} and T={cfg.T}: change "
                         "--encoding or --T.")
 
-def build_run(cfg, folder, device, start, encoding, train_loader, val_loader):
-    """Return a Run with the model, the optimizers and everything else that train() uses."""
+def build_run(cfg, device, loaders, weights=None, checkpoint=None, folder=None):
+    """Return a Run with the model, the optimizers and everything else that train() uses.
+
+    loaders: the training loader and the validation loader. weights, checkpoint: what find_start()
+    returned.
+    """
+    train_loader, val_loader = loaders
+    encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    config = model_config(cfg, encoding, start.weights)
-    raw_model = build_model(cfg, config).to(device)
-    if start.weights:  # If a run is resumed, build_state() replaces them with those in State
-        load_weights(raw_model, start.weights)  # For edits: change these weights after this line
-    state = build_state(raw_model, cfg, dtype, start.checkpoint)
+    raw_model = build_model(cfg, model_config(cfg, encoding, weights)).to(device)
+    if weights and not checkpoint:
+        load_weights(raw_model, weights)  # For edits: change these weights after this line
+    state = build_state(raw_model, cfg, dtype)
+    if checkpoint:
+        load_checkpoint(state, checkpoint, cfg.log_dir)
     if compiled:
         raw_model.compile()
     return Run(
@@ -2020,11 +2027,10 @@ def build_run(cfg, folder, device, start, encoding, train_loader, val_loader):
         tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
         hellaswag=prepared_hellaswag(cfg, state.eval_model, encoding), folder=folder)
 
-def build_state(raw_model, cfg, dtype, checkpoint):
-    """Return the State: a new one, or the one in a checkpoint.
+def build_state(raw_model, cfg, dtype):
+    """Return the State at step 0.
 
-    Raise UserError if an edit of the model, the optimizers or State is invalid, or if the
-    checkpoint does not fit the code.
+    Raise UserError if an edit of the model, the optimizers or State is invalid.
     """
     muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
     optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
@@ -2033,13 +2039,15 @@ def build_state(raw_model, cfg, dtype, checkpoint):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
     check_can_be_saved(state.state_dict())
-    if checkpoint:
-        try:
-            state.load_state_dict(checkpoint["state"])
-        except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
-            raise UserError(f"The run in {cfg.log_dir}/ does not fit train_gpt2.py ({first_line(e)}"
-                            "): undo the edit, or choose a different --log_dir.") from None
     return state
+
+def load_checkpoint(state, checkpoint, log_dir):
+    """Load the State in a checkpoint from log_dir. Raise UserError if it does not fit the code."""
+    try:
+        state.load_state_dict(checkpoint["state"])
+    except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
+        raise UserError(f"The run in {log_dir}/ does not fit train_gpt2.py ({first_line(e)}): undo "
+                        "the edit, or choose a different --log_dir.") from None
 
 def wrap_in_ddp(raw_model):
     """Wrap the model in DDP if there are several processes; otherwise return it unchanged."""
@@ -2329,12 +2337,11 @@ def finish(run, stopped):
 
 def save_last_step(run):
     """Save the current step and wait until this has finished. Raise UserError if it fails."""
-    folder, step = run.folder, run.state.step
     start_saving(run)
-    folder.wait_for_save()
-    if rank() == 0 and not folder.can_resume_at(step):  # the save has failed
-        raise UserError(f"Step {step} is not saved ({folder.failure}): free some space, and repeat "
-                        "the command.")
+    error = run.folder.wait_for_save()
+    if error:
+        raise UserError(f"Step {run.state.step} is not saved ({error}): free some space, and "
+                        "repeat the command.")
 
 def closing_words(cfg, step):
     """Return what to tell the user at the end of a run."""

@@ -80,7 +80,7 @@ def test_a_weight_that_is_changed_or_copied_before_it_is_drawn_is_reported(monke
     monkeypatch.setattr(t.Block, "__init__", t.Block.__init__)
     edit_block(SimpleNamespace(t=t), edit)
     with pytest.raises(t.UserError, match=rf"{name} was changed, or copied .* init_weights"):
-        t.build_state(small(), t.Config(), torch.float32, {})
+        t.build_state(small(), t.Config(), torch.float32)
 
 def test_weights_can_be_changed_at_the_end_of_the_constructor(monkeypatch):
     """A change at the end of GPT.__init__, which the message recommends, takes effect.
@@ -100,7 +100,7 @@ def test_weights_can_be_changed_at_the_end_of_the_constructor(monkeypatch):
     assert torch.equal(model.state_dict()[name], before[name] * 0.1)
     assert torch.equal(model.lm_head.weight, model.transformer.wte.weight)
     assert model.lm_head.weight is not model.transformer.wte.weight
-    t.build_state(model, t.Config(), torch.float32, {})
+    t.build_state(model, t.Config(), torch.float32)
 
 def gain_of_queries(attention, config):
     attention.q_gain = torch.nn.Parameter(torch.ones(config.n_embd))
@@ -202,14 +202,14 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match="it has the state of AdamW, but the code uses SGD"):
-            t.build_state(model, cfg, torch.float32, saved)
+            t.load_checkpoint(t.build_state(model, cfg, torch.float32), saved, "run")
     # The average of an edit would not start from the weights in the checkpoint
     @dataclasses.dataclass
     class Averaged(t.State):
         average: torch.nn.Module = dataclasses.field(default_factory=lambda: torch.nn.Linear(1, 1))
     with mock.patch.object(t, "State", Averaged):
         with pytest.raises(t.UserError, match="checkpoint does not contain State.average"):
-            t.build_state(model, cfg, torch.float32, saved)
+            t.load_checkpoint(t.build_state(model, cfg, torch.float32), saved, "run")
 
 def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
     """The checksum covers the code and the modules beside it, but not comments or constants.
@@ -493,7 +493,7 @@ def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_repor
     # A parameter made by torch.empty may hold NaN
     model.lm_head.bias = torch.nn.Parameter(torch.full((384,), math.nan))
     with pytest.raises(t.UserError, match="lm_head.bias is not finite before the first step"):
-        t.build_state(model, t.Config(), torch.float32, {})
+        t.build_state(model, t.Config(), torch.float32)
 
 def frozen_positions(arrange, _):
     """Freeze the position embedding."""

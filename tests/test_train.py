@@ -60,7 +60,7 @@ def test_the_quick_start_and_then_the_full_run(tmp_path, monkeypatch):
     assert float(bits) == pytest.approx(float(val) / np.log(2), abs=1e-3)  # each token is one byte
     save_shards(tmp_path / "edu_fineweb10B")
     monkeypatch.chdir(tmp_path)
-    cfg, _, lines = t.resolve_config({})  # the settings of the same command now
+    cfg, *_, lines = t.resolve_config({})  # the settings of the same command now
     assert cfg == t.Config() and "settings  Config" in lines
 
 def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch):
@@ -68,14 +68,15 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path)
     given = {"data": "text.txt", "n_layer": "5", "seed": "7"}
-    cfg, _, lines = t.resolve_config(given)
+    cfg, *_, lines = t.resolve_config(given)
     expected = t.SMALL | {"data": "text.txt", "n_layer": 5, "seed": 7}
     assert cfg == dataclasses.replace(t.Config(), **expected)
     assert all(f"{name}={expected[name]!r}" in lines for name in t.SMALL)
     assert "SMALL" in lines and "Quick start" not in lines
     save_shards(tmp_path / "shards")
-    cfg, start, lines = t.resolve_config(given | {"data": "shards"})
-    assert cfg == t.Config(data="shards", n_layer=5, seed=7) and start == t.Start()
+    cfg, weights, checkpoint, lines = t.resolve_config(given | {"data": "shards"})
+    assert cfg == t.Config(data="shards", n_layer=5, seed=7)
+    assert weights is None and checkpoint is None
     assert "Config" in lines and "SMALL" not in lines
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
@@ -89,9 +90,9 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     weights = t.Weights("weights", decided, "bytes", {}, code=None)
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
-    cfg, found, lines = t.resolve_config(given)
-    assert found == t.Start(weights)
-    assert "FINETUNE" in lines and "n_embd=12" in lines and "T=64" in lines
+    cfg, found, checkpoint, lines = t.resolve_config(given)
+    assert found is weights and checkpoint is None
+    assert "FINETUNE" in lines and "T=64 (not 1024)" in lines
     assert "weights   weights sets n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
     expected = t.FINETUNE | given | dict(n_layer=2, n_head=3, n_embd=12, T=64, encoding="bytes",
                                          dropout=0.1, max_lr=0.1 / 12)
