@@ -592,30 +592,26 @@ def write_into_local_dir(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir that this run keeps.
 
-    These are the shards in the manifest, up to the first one whose file is missing.
-
-    If the manifest is missing or has different settings or files, there are two cases. If there are
-    training shards, raise UserError. Otherwise return []; a validation shard, which is left over
-    from a corpus that was too short, will then be overwritten.
+    These are the shards in the manifest, up to the first one whose file is missing. Return [] if
+    the manifest is missing or has different settings or files, and raise UserError if there are
+    training shards in this case. (A validation shard alone is left over from a corpus that was too
+    short. It will be overwritten.)
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
-    has_training_shards = any(folder.glob("*_train_*.npy"))
-    if not manifest.exists():
-        if has_training_shards:
-            raise UserError(f"{folder}/ holds shards, but no manifest.json that says how they were "
-                            f"made: restore it, or choose a different --local_dir.")
-        return []
-    before, shards = read_manifest(manifest)
-    now = settings_of(cfg, files, shards)
-    changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
-               for name in {**before, **now} if before.get(name) != now.get(name)]
-    if not changes:
-        return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
-    if has_training_shards:
-        raise UserError(f"The shards in {folder}/ were made with different settings or files "
-                        f"({'; '.join(changes[:3])}): undo this change, or choose a different "
-                        f"--local_dir.")
+    if manifest.exists():
+        before, shards = read_manifest(manifest)
+        now = settings_of(cfg, files, shards)
+        changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
+                   for name in {**before, **now} if before.get(name) != now.get(name)]
+        if not changes:
+            return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
+        problem = ("were made with different settings or files "
+                   f"({'; '.join(changes[:3])}): undo this change")
+    else:
+        problem = "have no manifest.json that says how they were made: restore it"
+    if any(folder.glob("*_train_*.npy")):
+        raise UserError(f"The shards in {folder}/ {problem}, or choose a different --local_dir.")
     return []
 
 def cut_shards(results, shard_size, dtype, start, n_files):

@@ -260,6 +260,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
     """A group that was built with another lr keeps its ratio to max_lr in every step.
 
     Numbers that training adds to a group are restored, since schedule-free optimizers need them.
+    An optimizer that replaces another one during training follows the schedule, too.
     """
     def state():
         model, scaler = small(), torch.amp.GradScaler("cpu", enabled=False)
@@ -278,6 +279,12 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
         groups[1]["k"] = step + 1
         saved, run.state = copy.deepcopy(run.state.state_dict()), state()
         run.state.load_state_dict(saved)
+    # An edit may replace the optimizers during training
+    run.ddp_model = run.state.raw_model
+    run.state.optimizers = [torch.optim.SGD(run.state.raw_model.parameters(), lr=2 * cfg.max_lr)]
+    t.train_step(run)
+    group = run.state.optimizers[0].param_groups[0]
+    assert group["lr"] == pytest.approx(2 * t.get_lr(4, cfg))
 
 def muon_state(saved=None, **in_group):
     """Return the State of a small model with Muon, restored from `saved` if it is given.

@@ -589,7 +589,7 @@ def test_a_manifest_that_cannot_be_opened_or_is_missing_is_one_line(corpus, tmp_
     one_line(done.stderr, f"{tmp_path}/manifest.json cannot be read (IsADirectoryError", "restore")
     (tmp_path / "manifest.json").rmdir()
     (tmp_path / "edufineweb_train_000001.npy").touch()
-    with refused("holds shards, but no manifest.json .*: restore it, or choose a different"):
+    with refused("have no manifest.json that says .*: restore it, or choose a different"):
         make(corpus, tmp_path)
 
 def test_the_content_of_a_manifest(corpus, tmp_path, make):
