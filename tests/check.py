@@ -79,6 +79,15 @@ PROMISES = {
         "an attention mask, a convolution that is padded on both sides, or a norm, a mean or a "
         "top-k over all positions. If the loss ignores the targets of such tokens, as in a prefix "
         "language model, this is as it should be."),
+    "draws": ("each step draws new random numbers",
+        "forward() seeds torch's generator, for example by torch.manual_seed(). train_step() has "
+        "already seeded it for the step, so dropout would use the same masks in each step. Use a "
+        "separate torch.Generator, or draw once in __init__ and keep the result in a buffer."),
+    "tokens": ("the tokens of a step are those that the model reads",
+        "forward() cuts or drops tokens, but State.tokens counts all that it gets. Cut x and y in "
+        "read_step(), so that the number of tokens, which compare.py shows, is right."),
+    "apart": ("the model is not trained on validation data",
+        "val is too low, because the model has seen its text. Check open_data() and read_step()."),
     "loss": ("the loss is the cross-entropy",
         "The validation loss has an additional term or factor, so it is not comparable with the "
         "losses of other runs. Put a term that only training should minimize under "
@@ -106,6 +115,9 @@ CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os
 KILLED = 9  # exit status of a run that was to be killed
 LAST_CHECKPOINT = object()  # init_from of a run: the last checkpoint of the run before it
 LOSSES = ("train", "val", "hella")
+# To find out whether validation data is trained on: the shortest row in tokens, since shorter ones
+# may be equal by chance, how many rows to compare, and how much of the validation data
+SHORTEST_ROW, MOST_ROWS, MOST_TOKENS = 32, 320, 2**20
 TIMES = re.compile(  # metrics that always differ, for example data_ms
     "minute|second|time|speed|tok/s|tokens_per|memory|"
     "(?<![a-z])(sec|ms|us|mem|[kmg]i?b|tps|mfu)(?![a-z])", re.I)
@@ -608,6 +620,33 @@ class Check:
             return broken(f"in training mode, {problem[0]}", *problem[1:])
         return holds()
 
+    def check_draws(self):
+        if self.base.report["seeds"]:
+            return broken("forward() seeds torch's generator")
+        return holds()
+
+    def check_tokens(self):
+        embedded, counted = self.base.report["embedded"], self.base.report["tokens"]
+        if not embedded:
+            raise Unchecked("transformer.wte is not called with token ids")
+        if embedded < counted:
+            return broken("the model reads fewer tokens than State.tokens counts",
+                          f"In {self.plan.options.steps} steps, transformer.wte was given "
+                          f"{embedded:,} token ids, and State.tokens counted {counted:,}.")
+        return holds()
+
+    def check_apart(self):
+        both = self.base.report["in_both"]
+        if both["files"]:
+            return broken("a file is used for both", f"It is {both['files'][0]}.")
+        if not both["rows"]:
+            raise Unchecked(f"rows of less than {SHORTEST_ROW} tokens may be equal by chance")
+        # A text may repeat itself, so a few equal rows do not show anything
+        if both["equal_rows"] > 0.05 * both["rows"]:
+            return broken("training rows are part of the validation data",
+                          f"{both['equal_rows']} of {both['rows']} training rows are.")
+        return holds()
+
     def check_loss(self):
         cross_entropy = self.base.report["cross_entropy"]
         if isinstance(cross_entropy, str):
@@ -754,7 +793,7 @@ def train_and_report(t, train, run, job):
     report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step}
     report["initial"] = {name: (list(p.shape), crc_of(p))
                          for name, p in run.state.raw_model.named_parameters()}
-    watch_draws(run, report)
+    rows = watch_forward_passes(run, report)
     if "kill_at" in job:
         kill_during_step(run, job["kill_at"], job["kill_after"])
     unsaved = unsaved_values(t, run)
@@ -763,30 +802,71 @@ def train_and_report(t, train, run, job):
     report["tokens"] = getattr(run.state, "tokens", 0)
     now = unsaved_values(t, run)
     report["changed"] = [name for name in now if now[name] != unsaved.get(name)]
+    report["in_both"] = training_and_validation(t, run, rows)
     if "examine" in job:
         with torch.no_grad(), run.autocast():
             report |= examine(run, tolerance=job["examine"])
     if os.environ.get("RANK", "0") == "0":
         Path(job["folder"], "report.json").write_text(json.dumps(report))
 
-def watch_draws(run, report):
-    """Record in the report whether forward passes draw from torch's generator.
+def watch_forward_passes(run, report):
+    """Record in the report what forward passes do. Return a list, to which training adds rows.
 
-    "draws" is for forward passes with gradient, and "draws_without_grad" for the others.
+    "draws": whether those with gradient draw from torch's generator; "draws_without_grad": whether
+    the others do; "seeds": whether any of them seeds it; "embedded": the number of token ids that
+    the embedding got in those with gradient. The list gets up to 16 rows (T,) of each of the first
+    of these passes, as arrays of token ids.
     """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
     get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
-    states = []
-    report["draws"] = report["draws_without_grad"] = False
+    states, rows = [], []
+    report |= {"draws": False, "draws_without_grad": False, "seeds": False, "embedded": 0}
 
     def before(model, args):
-        states.append(get_state())
+        states.append((get_state(), torch.initial_seed()))
+        if torch.is_grad_enabled() and len(rows) < MOST_ROWS and args:
+            rows.extend(args[0][:16].cpu().numpy())
 
     def after(model, args, outputs):
-        if not torch.equal(states.pop(), get_state()):
+        state, seed = states.pop()
+        if not torch.equal(state, get_state()):
             report["draws" if torch.is_grad_enabled() else "draws_without_grad"] = True
+        report["seeds"] |= torch.initial_seed() != seed
+
+    def count(embedding, args):
+        if torch.is_grad_enabled() and args and not args[0].is_floating_point():
+            report["embedded"] += args[0].numel()
     run.state.raw_model.register_forward_pre_hook(before)
     run.state.raw_model.register_forward_hook(after)
+    for name, module in run.state.raw_model.named_modules():
+        if name == "transformer.wte":
+            module.register_forward_pre_hook(count)
+    return rows
+
+def training_and_validation(t, run, rows):
+    """Return what training and validation have in common.
+
+    {"files": names of shards in both, "rows": the number of training rows that were compared,
+    "equal_rows": how many of them are part of the validation data}. rows: arrays (T,) of token ids.
+    """
+    def paths(loader):
+        return {str(shard) for shard in loader.shards if isinstance(shard, Path)}
+    files, rows = [], [row for row in rows if len(row) >= SHORTEST_ROW]
+    try:
+        files = sorted(paths(run.train_loader) & paths(run.val_loader))
+        texts = [t.open_shard(shard)[:MOST_TOKENS].astype(np.uint32).tobytes()
+                 for shard in run.val_loader.shards[:1]]
+    except Exception:  # an edit may have changed the loaders
+        texts, rows = [], []
+    equal = sum(is_part(row.astype(np.uint32).tobytes(), text) for row in rows for text in texts)
+    return {"files": files, "rows": len(rows), "equal_rows": equal}
+
+def is_part(ids, text):
+    """Return whether ids occur in a text. Both are the bytes of an array of uint32."""
+    place = text.find(ids)
+    while place > 0 and place % 4:  # not at the beginning of an id
+        place = text.find(ids, place + 1)
+    return place >= 0
 
 def kill_during_step(run, step, saved):
     """End this process in the given step, once the checkpoint of the step `saved` exists."""
@@ -863,11 +943,13 @@ def examine(run, tolerance):
         report["cross_entropy"] = cross_entropy(run, model)
     except Exception as e:
         report["cross_entropy"] = f"{type(e).__name__}: {e}"
-    run.state.raw_model.train()  # the last check, because a forward pass may change buffers
+    run.state.raw_model.train()  # late, because a forward pass may change buffers
     try:
         report["later_in_training"] = leak_problem(run.state.raw_model, x, tolerance / 10)
     except Exception as e:
         report["later_in_training"] = f"{type(e).__name__}: {e}"
+    run.state.raw_model.eval()
+    report["samples"] = report["samples"] or sample_problem_if_sharpened(model, x, T, tolerance)
     return report
 
 def sample_problem(model, prompt, n, T, tolerance):
@@ -886,6 +968,24 @@ def sample_problem(model, prompt, n, T, tolerance):
                         f"After {i} tokens generate() appends token {token}, but the arg max is "
                         f"{row.argmax().item()}."]
     return None
+
+def sample_problem_if_sharpened(model, x, T, tolerance):
+    """Multiply the model's matrices by 4, and return what sample_problem() returns.
+
+    After a few steps a token depends little on those before it, so a wrong context (for example in
+    a key-value cache) may not change the arg max. With larger weights it does. x: ids (B, T).
+    """
+    for p in model.parameters():
+        if p.dim() >= 2:
+            p.mul_(4)
+    try:
+        if not model(x)[0].isfinite().all():
+            return None
+        # The second half of the continuation is beyond the context. Rounding has larger effects
+        problem = sample_problem(model, x[:, T // 2:], T, T, 10 * tolerance)
+    except Exception:  # the unchanged model has been sampled without an error
+        return None
+    return problem and [problem[0], f"{problem[1]} (All weights were multiplied by 4 for this.)"]
 
 def leak_problem(model, x, tolerance):
     """Return [what is wrong, where] if logits depend on later tokens, or None.
