@@ -517,7 +517,7 @@ def tokenize_all(batches, nprocs, name):
 # manifest.json lists the finished shards, where each ends in the corpus, and all settings that
 # determine their content. With it, a run resumes exactly where the last one stopped.
 class Place(NamedTuple):
-    """The point in the corpus at which a shard ends.
+    """A point in the corpus, at which a shard ends and the next one starts.
 
     For example, the batch that starts at row 300 of file 2 has 5,000 tokens, and the shard is full
     after 1,200 of them. The shard ends at Place(2, 300, 1200). The next shard is made by reading
@@ -595,7 +595,7 @@ def find_finished(cfg, files):
     These are the shards in the manifest, up to the first one whose file is missing. Return [] if
     the manifest is missing or has different settings or files, and raise UserError if there are
     training shards in this case. (A validation shard alone is left over from a corpus that was too
-    short. It will be overwritten.)
+    short for a training shard. It will be overwritten.)
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -677,7 +677,7 @@ def make_shards(cfg):
 
     Raise UserError for anything that the user can correct.
     """
-    if cfg.shard_size < 1025:  # train_gpt2.py reads T + 1 tokens at a time, and T is 1024
+    if cfg.shard_size < 1025:  # train_gpt2.py reads T + 1 tokens at a time; T=1024 by default
         raise UserError(f"shard_size={cfg.shard_size}: it must be 1025 or more.")
     files = find_files(cfg.source, cfg.remote_name)
     folder = Path(cfg.local_dir)

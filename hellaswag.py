@@ -42,7 +42,7 @@ GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them ta
 
 class Prepared(NamedTuple):
     """Q questions as rows of tokens for one model. Row 4 * q + i has ending i of question q."""
-    batches: list          # for each batch: row numbers (R,), tokens (R, T), is_ending (R, T)
+    batches: list          # for each batch: row numbers (R,), tokens (R, N), is_ending (R, N)
     labels: torch.Tensor   # (Q,) the index of the right ending
     lengths: torch.Tensor  # (Q, 4) the number of tokens in each ending
     cut: int               # the number of questions whose context was cut on the left to fit
@@ -122,9 +122,9 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # To get the tokens of " he sings", encode "a he sings", and remove the tokens of "a". Encoding
-    # " he sings" itself would be wrong for tokenizers that add a start token or a space to every
-    # text. (If there is a start token, it is among the tokens of "a".)
+    # The ending " he sings" cannot be encoded by itself, because some tokenizers add a start token
+    # or a space to every text. So encode "a he sings", and remove the tokens of "a". (If there is a
+    # start token, it is among them.)
     n_tokens_of_a = len(encode("a"))
     endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings
@@ -245,18 +245,18 @@ def device_of(model):
 def ending_losses(model, tokens, is_ending):
     """For each of R rows, return the total loss of its ending, in nats: (R,) float64.
 
-    tokens, is_ending: (R, T), as in Prepared.batches.
+    tokens, is_ending: (R, N), as in Prepared.batches.
     """
     device = device_of(model)
     tokens = tokens.to(device)
-    targets = tokens[:, 1:]  # (R, T - 1)
-    in_ending = is_ending[:, 1:].to(device) == 1  # (R, T - 1), whether a target is in the ending
+    targets = tokens[:, 1:]  # (R, N - 1)
+    in_ending = is_ending[:, 1:].to(device) == 1  # (R, N - 1), whether a target is in the ending
     # If the model has been compiled, run it eagerly here. Otherwise it would be compiled again for
     # each new batch shape, which takes longer.
     with torch.compiler.set_stance("force_eager"):
         output = model(tokens[:, :-1])
     # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
-    # and a plain function returns the logits (R, T - 1, V) themselves.
+    # and a plain function returns the logits (R, N - 1, V) themselves.
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     # For each of the n targets that belong to an ending, compute its loss (n,) and its row (n,)
     losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
@@ -326,9 +326,10 @@ def score(args):
     """
     examples = itertools.islice(iterate_examples("val"), args.limit)
     model, encode = load_model(args.model, args.device)
-    # The published scores were computed in float32. bfloat16 would be too inexact: GPT-2's logits
-    # are near -35, where neighbouring bfloat16 numbers differ by 1/4. TF32 makes GPUs faster. It
-    # rounds only the inputs of matrix multiplications, so the logits remain exact enough.
+    # The published scores were computed in float32, so this command uses it. bfloat16 would be too
+    # inexact: GPT-2's logits are near -35, where neighbouring bfloat16 numbers differ by 1/4. TF32
+    # makes GPUs faster. It rounds only the inputs of matrix multiplications, so the logits remain
+    # exact enough.
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

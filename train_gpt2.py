@@ -6,9 +6,9 @@
     tail -f log/log.txt      # lines of the form "<step> <metric> <value>"
 
 To change a setting, edit the constants in Config, or give a flag
-(--max_lr=1e-3). Training on a text file uses the constants in SMALL, and
-fine-tuning uses those in FINETUNE. Ctrl-C saves the run and stops it. To
-resume the run, repeat the command.
+(--max_lr=1e-3). Training on a text file uses the constants in SMALL or, if it
+starts from given weights, those in FINETUNE. Ctrl-C saves the run and stops it.
+To resume the run, repeat the command.
 
 One idea keeps the script simple: the data of a step is a pure function of
 (seed, step). A run can therefore be resumed simply by starting at a later step,
@@ -77,7 +77,7 @@ class Config:
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass; lowered if it does not divide the rows
+    B: int = 64                     # rows per forward pass; lowered to a divisor of a step's rows
     T: int = 1024                   # tokens per row (the context length)
     # The model: n_layer/n_head/n_embd is 12/12/768 for 124M, 24/16/1024 for 350M, 36/20/1280 for
     # 774M and 48/25/1600 for 1.5B
@@ -88,7 +88,7 @@ class Config:
     init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a model or run folder, or a .pt file
     # The optimizer. GPT-3's max_lr for models of about these four sizes: 6e-4, 3e-4, 2.5e-4, 2e-4
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
-    max_lr: float = 6e-4            # learning rate after warmup (when fine-tuning: 0.1 / n_embd)
+    max_lr: float = 6e-4            # learning rate after warmup (with FINETUNE: 0.1 / n_embd)
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
@@ -366,8 +366,8 @@ class DataLoaderLite:
     to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
-    UserError. recut: shift the beginnings of all pieces by a different amount in each epoch, so
-    that a small text yields new rows.
+    UserError. recut: shift the beginnings of all pieces but the first, by a different amount in
+    each epoch, so that a small text yields new rows.
     """
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
@@ -395,9 +395,9 @@ class DataLoaderLite:
         piece_order = permutation(self.shuffle, n_pieces, self.seed, epoch, shard)  # 1, 2, 0
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
-            # Shift all pieces of this epoch to the left, except that the first one stays at token
-            # 0. Multiples of 0.618 T, modulo T, are far apart, so consecutive epochs get different
-            # pieces
+            # Shift all pieces of this epoch to the left. (The first one cannot move, since it
+            # begins at token 0.) Multiples of 0.618 T, modulo T, are far apart, so consecutive
+            # epochs get different pieces
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -428,8 +428,8 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds 4 permutations. For training and for validation, there is one of the shards and
-# one of the pieces of a single shard. Those of all shards would need too much memory
+# The cache holds 4 permutations: for each of the two loaders, the order of its shards and the order
+# of the pieces in the shard that it reads. The orders of all shards would need too much memory
 @lru_cache(maxsize=4)
 def permutation(shuffle, n, *key):
     """Return 0 ... n - 1, shuffled with `key` as the seed, or in order if `shuffle` is False.
@@ -527,7 +527,7 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     """Return [AdamW], or [AdamW, Muon] with Muon for the matrices in the blocks.
 
-    muon_dtype: the dtype in which Muon orthogonalizes.
+    raw_model: the GPT, without the DDP wrapper. muon_dtype: the dtype in which Muon orthogonalizes.
     """
     for_muon = []
     if cfg.optimizer == "muon":
@@ -565,7 +565,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time spent on steps, except the first after each start
+    minutes: float = 0.0          # time spent on steps so far, except the first after each start
     tokens: int = 0               # number of tokens that the steps have read
 
     def __post_init__(self):
@@ -590,7 +590,7 @@ def remember_initial_values(optimizers):
     """Store in each optimizer group, as group["initial"], the hyperparameters that the code set.
 
     step_optimizers() computes the learning rate from the initial one. A checkpoint contains only
-    those hyperparameters that no longer have their initial value (see changed_by_training).
+    those hyperparameters that no longer have their initial value (see without_initial_values).
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -613,7 +613,7 @@ class Run:
     hellaswag: object             # a hellaswag.Prepared, or None if HellaSwag is not scored
     folder: "RunFolder"           # writes the files in log_dir
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
-    validated_step: int = -1      # for edits: the last step that was validated
+    validated_step: int = -1      # for edits: finish() needs it if a `break` is added to train()
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
     told_slow: bool = False       # whether warn_of_slow_steps() has printed its line
 
@@ -645,24 +645,24 @@ def read_step(run):
     """Return this process's micro-batches of the next step: a list of (row, x, y).
 
     The rows of a step are dealt out B at a time: to rank 0, rank 1, ..., then to rank 0 again.
-    Every micro-batch is full, since fitting_B() has chosen a B that divides the rows. row is the
-    number of a micro-batch's first row; x and y are (B, T). To mask targets (set them to -100) or
-    to change inputs, edit this function.
+    Every micro-batch is full, since B divides the rows of a process. row is the number of a
+    micro-batch's first row, from which train_step() derives the dropout masks; x and y are (B, T).
+    To mask targets (set them to -100) or to change inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
-    check_rows_before(cfg, step)
+    check_rows_of_step(cfg, step)  # For edits: fitting_B() has checked the unedited rows_before()
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
 def mask_corrections(batches):
-    """Return a factor per micro-batch that corrects its loss if it has fewer targets than others.
+    """Return a factor per micro-batch: its number of targets divided by the mean number.
 
     For edits: all factors are 1, unless an edit of read_step() masks targets with -100.
 
-    The loss of a step is the mean over the targets of all micro-batches of all processes. The mean
-    of the micro-batches' losses is the same only if all of them have the same number of targets.
-    Otherwise, each loss must be weighted by the number of its targets, divided by the mean number.
+    train_step() averages the losses of all micro-batches of all processes. If their numbers of
+    targets differ, this average equals the mean over all targets only if the loss of each
+    micro-batch is multiplied by its factor first.
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(n_targets.sum()) / (len(batches) * world_size())
@@ -689,8 +689,8 @@ def train_step(run):
         # micro-step needs that; before it, gradients accumulate locally. The forward pass must
         # also be inside no_sync(), because DDP prepares the averaging in the forward pass
         is_last = row == batches[-1][0]
-        sync_needed = is_last or world_size() == 1
-        with contextlib.nullcontext() if sync_needed else ddp_model.no_sync():
+        only_accumulate = world_size() > 1 and not is_last
+        with ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds gradients up. Divide by the number of micro-steps to get their mean
@@ -736,8 +736,8 @@ def due(every, run):
 def train(run):
     """Repeat: save, evaluate, take a step. End after max_steps steps or a signal.
 
-    Steps are counted from 0. An evaluation that is logged as step n is made before step n is taken,
-    that is, after n steps.
+    Steps are counted from 0. An evaluation that is logged as step n shows the model after n steps,
+    so it comes before the training loss of step n.
     """
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
@@ -795,7 +795,8 @@ def content_of(value):
     if isinstance(value, torch.optim.Optimizer):
         content = value.state_dict()
         content["class"] = type(value).__name__
-        content["param_groups"] = [changed_by_training(group) for group in content["param_groups"]]
+        groups = content["param_groups"]
+        content["param_groups"] = [without_initial_values(group) for group in groups]
         return content
     if hasattr(value, "state_dict"):
         return value.state_dict()
@@ -803,22 +804,26 @@ def content_of(value):
         return [content_of(part) for part in value]
     return value
 
-def changed_by_training(group):
+def without_initial_values(group):
     """Return an optimizer group without the hyperparameters that still have their initial value.
 
     These are not saved. A resumed run takes them from the code, so that an edit takes effect. What
     training has changed is saved, for example a step count that an optimizer stores in its groups.
     (This includes lr, but step_optimizers() computes it again before each step.)
     """
-    initial = group["initial"]
-    unchanged = {name for name, value in initial.items() if group[name] == value}
-    return {name: value for name, value in group.items() if name not in unchanged | {"initial"}}
+    initial, changed = group["initial"], {}
+    for name, value in group.items():
+        has_initial_value = name in initial and value == initial[name]
+        if name != "initial" and not has_initial_value:
+            changed[name] = value
+    return changed
 
 def restore_state(state, saved):
     """Restore State's attributes from what state.state_dict() returned.
 
     Load objects in place, and replace all other values. A value that is missing from `saved` keeps
-    its initial value. Raise ValueError if the objects in `saved` are not those in State.
+    its initial value. A value that only `saved` has becomes an attribute, since training may have
+    added it. Raise ValueError if the objects in `saved` are not those in State.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
@@ -898,7 +903,7 @@ def in_todays_form(content):
     """Convert a checkpoint to the current format if an earlier version of this script wrote it."""
     # Each step below converts one version to the next
     if "model" in content:  # until 23 November 2026, entries had other names
-        content = with_todays_names(content)
+        content = with_names_of_november_24(content)
     if "state" not in content:  # until 24 November 2026, State's attributes were entries
         names = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
         state = {name: value for name, value in content.items() if name not in names}
@@ -907,13 +912,14 @@ def in_todays_form(content):
         groups = optimizer["param_groups"]
         for i, group in enumerate(groups):
             # In checkpoints of 24 November 2026, a saved group contained all its values. Its
-            # initial values were in an extra entry, first called "as_built" and later "in_code"
+            # initial values were in an extra entry, first called "as_built" and later "in_code".
+            # A group in today's form has neither entry
             initial = group.pop("in_code", group.pop("as_built", None))
             if initial is not None:
-                groups[i] = changed_by_training(group | {"initial": initial})
+                groups[i] = without_initial_values(group | {"initial": initial})
     return content
 
-def with_todays_names(content):
+def with_names_of_november_24(content):
     """Rename the entries of a checkpoint that was written on or before 23 November 2026."""
     content = dict(content)
     content["eval_model"] = content.pop("model")
@@ -1110,7 +1116,7 @@ def check_same_function(ours, hf, end_of_text):
 class Weights:
     """The weights of a model and the information needed to use them."""
     source: str           # the file, folder or hub name that they were read from
-    constants: dict       # the GPTConfig as a dict, except dropout, which they do not determine
+    gpt_config: dict      # the GPTConfig as a dict, except dropout, which they do not determine
     encoding: str | None  # name of the encoding, or None if it is unknown
     tensors: dict         # the state_dict of a GPT
     code: int | None      # checksum of the code that wrote them, or None if it is unknown
@@ -1154,7 +1160,7 @@ def config_for_weights(weights, constants):
 
     Raise UserError if GPTConfig lacks a constant that the weights were made with.
     """
-    constants = constants | weights.constants
+    constants = constants | weights.gpt_config
     if unknown := constants.keys() - asdict(GPTConfig()).keys():
         raise UserError(f"{weights.source} was made with the constant {min(unknown)}, which "
                         "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the code "
@@ -1193,7 +1199,7 @@ def main():
     """Do what the command line asks. On a UserError, print its message and exit with status 1."""
     sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C has nothing to save
-    code_checksum()  # compute it now, because the file may be edited during the run
+    code_checksum()  # it is computed now and cached, since the file may be edited during the run
     try:
         run_command(parse_flags(Config, __doc__, PRESETS))
         if dist.is_initialized():  # run_command() has returned, so no DDP model needs the group now
@@ -1236,8 +1242,9 @@ def resolve_config(flags, device=torch.device("cpu")):
     2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
        on a text file
     3. the flags, {name: text}
-    4. the weights, if there are any (see set_by_weights). A flag that contradicts them raises
-       UserError
+    4. the weights, if there are any: they set the model's shape and the encoding, and a flag that
+       contradicts them raises UserError. With FINETUNE they also set max_lr and T, if neither
+       FINETUNE nor a flag does
 
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, final_max_steps() computes it once the data have been opened.
@@ -1246,8 +1253,8 @@ def resolve_config(flags, device=torch.device("cpu")):
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    preset = {"data": data} | PRESETS.get(preset_name, {})
-    cfg = make_config(Config, preset | flags)
+    preset = PRESETS.get(preset_name, {})
+    cfg = make_config(Config, {"data": data} | preset | flags)
     weights, checkpoint = find_start(cfg, device)
     weights_line = ""
     if weights:
@@ -1258,7 +1265,7 @@ def resolve_config(flags, device=torch.device("cpu")):
         # If a run is resumed, warnings_about() reports that the code has changed
         if not checkpoint and is_of_other_code(weights.code):
             weights_line += ". It was written by different code"
-    lines = f"{note}{describe_preset(preset_name, preset, cfg)}{weights_line}"
+    lines = f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
@@ -1281,13 +1288,15 @@ def choose_preset(data, flags):
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
 def find_start(cfg, device):
-    """Return what the command starts from: (weights, checkpoint), each None if there is none.
+    """Return what the command starts from, as a pair (weights, checkpoint):
 
-    checkpoint: the content of the checkpoint from which the run in log_dir is resumed. None for a
-    new run, and with --sample.
-
-    weights: with --sample, the weights to sample from. Otherwise, the weights in init_from. If a
-    run is resumed that began with init_from, the weights in its checkpoint take their place.
+    - --sample: the weights to sample from, and None
+    - a new run from scratch: None and None
+    - a new run with init_from: the weights to load, and None
+    - a resumed run that began from scratch: None, and the content of its newest checkpoint
+    - a resumed run that began with init_from: the weights in its newest checkpoint, and the content
+      of this checkpoint. These weights only determine constants, because State is then loaded from
+      the checkpoint
 
     Raise UserError if checkpoints or weights cannot be read.
     """
@@ -1335,14 +1344,14 @@ def set_by_weights(weights, preset_name, flags):
     max_lr and T, unless FINETUNE or a flag sets these.
     """
     known = asdict(Config())
-    constants = {name: value for name, value in weights.constants.items() if name in known}
+    constants = {name: value for name, value in weights.gpt_config.items() if name in known}
     if weights.encoding:
         constants["encoding"] = weights.encoding
     if preset_name == "FINETUNE":
         # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
         # max_lr is 1.3e-4. T is the largest power of two that fits the weights' context, up to 1024
-        suggested = {"max_lr": 0.1 / weights.constants["n_embd"],
-                     "T": min(1024, 2 ** int(math.log2(weights.constants["block_size"])))}
+        suggested = {"max_lr": 0.1 / weights.gpt_config["n_embd"],
+                     "T": min(1024, 2 ** int(math.log2(weights.gpt_config["block_size"])))}
         constants |= {name: value for name, value in suggested.items()
                       if name not in FINETUNE and name not in flags}
     return constants
@@ -1354,11 +1363,11 @@ def check_flags_against_weights(flags, constants, weights):
             raise UserError(f"{name} is {constants[name]} in the weights {weights.source}: "
                             f"leave out --{name}.")
 
-def describe_preset(preset_name, preset, cfg):
+def describe_preset(preset_name, cfg):
     """Return a description of the preset: its name, the reason for it, and its values in cfg."""
     if not preset_name:
         return "settings  Config, since data is a folder of shards"
-    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in preset)
+    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in ("data", *PRESETS[preset_name]))
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
 
@@ -1386,7 +1395,8 @@ def check_config(cfg):
     if cfg.n_embd % cfg.n_head:
         raise UserError(f"n_embd={cfg.n_embd} is not a multiple of n_head={cfg.n_head}: change one "
                         "of them.")
-    if not is_text(cfg.data) and not all(find_shards(cfg.data)):
+    train, val = find_shards(cfg.data)
+    if not is_text(cfg.data) and not (train and val):
         raise UserError(f"data={cfg.data} is neither a text file nor a folder with *_train_*.npy "
                         "and *_val_*.npy: run fineweb.py, or set a different --data.")
     together = cfg.T * world_size()
@@ -1430,9 +1440,8 @@ def print0(text):
 
 def join_processes(device):
     """Form the group of all processes that torchrun started."""
-    # When torch.distributed.nn is imported, it keeps a reference to the process group that exists
-    # then, and because of this reference, Python may abort on exit. DDP(...) imports the module. So
-    # import it earlier, when there is no group yet
+    # DDP(...) imports this module, which keeps a reference to the process group if there is one.
+    # Python may then abort on exit. To avoid this, import it now, before there is a group
     import torch.distributed.nn  # noqa: F401
     # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
     # for each restart keeps them from finding the addresses of dead processes
@@ -1448,7 +1457,8 @@ def catch_signals(event):
 
     Without torchrun, a second Ctrl-C ends the process at once.
     """
-    # The terminal sends Ctrl-C to all processes, and torchrun passes it on, so each gets it twice
+    # With torchrun, a process gets each Ctrl-C twice: from the terminal and from torchrun. So the
+    # second signal does not mean that the user has pressed Ctrl-C again
     alone = "RANK" not in os.environ
 
     def receive(number, frame):
@@ -1627,7 +1637,7 @@ def tokens_per_byte(loader, encoding, val_tokens):
     """Return the number of tokens per byte of validation text. <|endoftext|> counts as 0 bytes."""
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # how often each id occurs
     for shard in loader.shards:
-        wanted = val_tokens - counts.sum()
+        wanted = val_tokens - counts.sum()  # how many tokens are still to be counted
         targets = open_shard(shard)[1:1 + wanted]  # the first token of a shard is never a target
         # Drop ids beyond the vocabulary. DataLoaderLite reports them when it reads their row
         counts += np.bincount(targets, minlength=len(counts))[:len(counts)]
@@ -1656,7 +1666,7 @@ def check_parameters(raw_model, optimizers):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
-def check_rows_before(cfg, step):
+def check_rows_of_step(cfg, step):
     """Raise UserError if the rows of a step are not a multiple of B * processes."""
     rows = rows_of_step(cfg, step)
     if rows < 1 or rows % (cfg.B * world_size()):
@@ -1689,6 +1699,7 @@ def unsavable_part(content):
     if isinstance(content, (list, tuple)):
         bad_parts = (unsavable_part(part) for part in content)
         return next((bad for bad in bad_parts if bad is not None), None)
+    # copy_to_host() converts np.number to a Python number
     plain = content is None or isinstance(content, (bool, int, float, str, np.number, torch.Tensor))
     return None if plain else content
 
@@ -1742,7 +1753,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
     # `data` is only a path, so compare the fingerprints of the data instead
     before["data"], now["data"] = checkpoint["data"], fingerprint
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
-    if not cfg.minutes:  # --max_steps has set it to 0 (see resolve_config)
+    if not cfg.minutes:  # if --max_steps is given, resolve_config() sets minutes to 0
         changed.discard("minutes")
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
@@ -1774,9 +1785,9 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        First rename the export (hf) if more training follows. If the run is not resumed
-        (continues=False), all files in log_dir belong to a different run: rename its export and its
-        log.txt.
+        Before that, rename an earlier export (hf) if this start will train further. If the run is
+        not resumed (continues=False), all files in log_dir belong to a different run: rename its
+        export and its log.txt.
         """
         if rank() != 0:
             return
@@ -1825,7 +1836,7 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        self.wait_for_save()  # a save in progress still reads the buffers
+        self.wait_for_save()  # it still reads the buffers. (If it fails, it prints the reason)
         if self.can_resume_at(state.step):
             return
         with contextlib.suppress(OSError):
@@ -1996,7 +2007,7 @@ def steps_that_fit(cfg, device, loaders, weights):
 
 def check_weights_fit(weights, cfg, encoding):
     """Raise UserError if weights have the wrong vocabulary or too short a context."""
-    n_vocab, block_size = weights.constants["n_vocab"], weights.constants["block_size"]
+    n_vocab, block_size = weights.gpt_config["n_vocab"], weights.gpt_config["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"{weights.source} has {n_vocab} tokens and a context of {block_size}, but "
                         f"encoding={cfg.encoding} has {encoding.n_vocab} and T={cfg.T}: change "
@@ -2209,7 +2220,7 @@ def report_step(run, step, loss, norm):
     warn_of_slow_steps(run)
 
 def warn_of_slow_steps(run):
-    """Print one line, once, if CPU steps take more than twice as long as the fastest recent one.
+    """Print one line, once, if CPU steps take over twice as long as the fastest of the last 50.
 
     OpenMP threads wait for each other. If one of them shares its core with another program, all of
     them wait. With two threads on two cores, one other busy process slows a quick-start step from
