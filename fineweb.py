@@ -44,8 +44,8 @@ from tqdm import tqdm
 class Config:
     """The constants. Each is also a flag, and --help prints the comments below.
 
-    If local_dir already holds shards, more can be added only with the same shard_size, the same
-    encoding, and source files of the same names and sizes.
+    If local_dir already holds shards, more can be added only with the same shard_size and encoding.
+    The source files that these shards were made from must still have the same names and sizes.
     """
     source: str = "HuggingFaceFW/fineweb-edu"  # hub dataset, or folder of parquet or jsonl files
     remote_name: str = "sample-10BT"           # the hub dataset's configuration
@@ -124,10 +124,11 @@ def hugging_face_tokenizer(encoding, context):
     # tokens with low ids are merged first.
     scores = {token: -i for token, i in vocabulary.items()}
     merges = generate_merges(vocabulary, scores)
-    special = {i: token for token, i in parts["special_tokens"].items()}
-    for i in set(range(encoding.n_vocab)) - set(vocabulary.values()) - set(special):
-        special[i] = f"<|unused{i}|>"  # cl100k_base has unused ids; the library does not allow gaps
-    vocabulary |= {token: i for i, token in special.items()}
+    special_tokens = dict(parts["special_tokens"])
+    # The library does not allow unused ids, but cl100k_base has some. Add special tokens for them.
+    used = {*vocabulary.values(), *special_tokens.values()}
+    special_tokens |= {f"<|unused{i}|>": i for i in range(encoding.n_vocab) if i not in used}
+    vocabulary |= special_tokens
     backend = Tokenizer(models.BPE(vocabulary, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if merges:  # the bytes encoding has no merges, so a text need not be split before merging
@@ -137,10 +138,11 @@ def hugging_face_tokenizer(encoding, context):
         pieces = pre_tokenizers.Split(Regex(pattern), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
     backend.decoder = decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken(special[i], normalized=False) for i in sorted(special)])
+    in_order = sorted(special_tokens, key=special_tokens.get)
+    backend.add_special_tokens([AddedToken(token, normalized=False) for token in in_order])
     if backend.encode(PROBE).ids != encoding.encode_ordinary(PROBE):
         raise ValueError(f"transformers has no {encoding.name} tokenizer that gives the same ids")
-    end = special[encoding.eot_token]
+    end = "<|endoftext|>"
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end,
         model_max_length=context, clean_up_tokenization_spaces=False)
@@ -380,13 +382,13 @@ def json_text(line):
 # Worker processes tokenize batches of documents. The main process reads and writes. Neither of
 # Python's process pools is used: the workers of concurrent.futures keep running after the main
 # process is killed, and multiprocessing.Pool waits forever for a worker that has died.
-def tokenize(texts, name):
-    """Return the tokens (n,) of a list of texts in the encoding called `name`.
+def tokenize(texts, encoding_name):
+    """Return the tokens (n,) of a list of texts.
 
     Each text starts with the <|endoftext|> token. The characters "<|endoftext|>" in a text are
     ordinary text. Empty and blank texts are left out.
     """
-    encoding = get_encoding(name)
+    encoding = get_encoding(encoding_name)
     end_of_text = np.array([encoding.eot_token])
     parts = [end_of_text[:0]]  # concatenate() fails on an empty list
     for text in texts:
@@ -456,18 +458,19 @@ def end_at_once(signal_number, frame):
 def start_workers(nprocs, encoding_name):
     """Return nprocs new Workers, which never receive STOP_SIGNALS.
 
-    If the main process receives such a signal meanwhile, handle it when all workers have been
-    started. If the main process ended at once, a worker that is still starting would print a
-    traceback.
+    Meanwhile, such a signal must not end the main process, because a worker that is still starting
+    would then print a traceback. Therefore a handler only records the signal, and it is raised
+    again when all workers have been started.
+
+    Handlers are not inherited by the workers, but blocked signals are. Therefore the signals are
+    also blocked in this thread. (This alone would not protect the main process: the system would
+    deliver a signal to another thread, because libraries have started some.)
     """
-    # For the main process: only record the signals. (Blocking them, as below, is not enough,
-    # because it affects one thread, and libraries have started others.)
     arrived, handlers = [], {}
     for number in STOP_SIGNALS:
         handlers[number] = signal.signal(number, lambda received, frame: arrived.append(received))
     can_block = hasattr(signal, "pthread_sigmask")  # False on Windows
     if can_block:
-        # For the workers: a process inherits the blocked signals of the thread that starts it.
         # Multiprocessing unblocks signals when it starts its resource tracker, so start it first.
         resource_tracker.ensure_running()
         blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -481,13 +484,13 @@ def start_workers(nprocs, encoding_name):
         for number in arrived:
             signal.raise_signal(number)
 
-def tokenize_all(batches, nprocs, name):
+def tokenize_all(batches, nprocs, encoding_name):
     """Tokenize batches in nprocs worker processes.
 
     Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
-    workers = start_workers(nprocs, name)
+    workers = start_workers(nprocs, encoding_name)
     idle_workers = deque(workers)  # a deque is thread-safe
 
     def tokenize_in_worker(file_number, row, texts):
@@ -590,12 +593,12 @@ def write_into_local_dir(cfg, name, write):
                         f"finished shard.") from None
 
 def find_finished(cfg, files):
-    """Return the finished Shards in local_dir that this run keeps.
+    """Return the finished Shards in local_dir to which this run adds.
 
-    These are the shards in the manifest, up to the first one whose file is missing. Return [] if
-    the manifest is missing or has different settings or files, and raise UserError if there are
-    training shards in this case. (A validation shard alone is left over from a corpus that was too
-    short for a training shard. It will be overwritten.)
+    These are the shards in the manifest, up to the first one whose file is missing. Raise UserError
+    if the folder has training shards but the manifest is missing or has different settings or
+    files. Without training shards, return [] in this case. (A validation shard alone is left over
+    from a corpus that was too short for a training shard. It will be overwritten.)
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -654,7 +657,7 @@ def add_shards(cfg, files, finished):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     start = finished[-1].end if finished else Place(0, 0, 0)
     shards = list(finished)
-    write_manifest(cfg, files, shards)  # without the shards that are not kept
+    write_manifest(cfg, files, shards)  # leaves out a shard whose file is missing, and later ones
     batches = read_batches([url for url, size in files], start.file_number, start.row)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,

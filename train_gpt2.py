@@ -77,7 +77,7 @@ class Config:
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass; lowered to a divisor of a step's rows
+    B: int = 64                     # rows per forward pass; lowered if it does not divide the batch
     T: int = 1024                   # tokens per row (the context length)
     # The model: n_layer/n_head/n_embd is 12/12/768 for 124M, 24/16/1024 for 350M, 36/20/1280 for
     # 774M and 48/25/1600 for 1.5B
@@ -328,9 +328,9 @@ class GPT(nn.Module):
         source: gpt2 ... gpt2-xl, a Hugging Face folder, a run's folder, a .pt file, or what
         read_weights() returns for one of these.
 
-        constants: constants of GPTConfig that are not stored with the weights, for example dropout.
-        Parameters missing from the weights keep their initial values. Raise UserError if the
-        weights cannot be read or do not fit the model.
+        constants: constants of GPTConfig that replace those stored with the weights, for example
+        dropout=0.1. Parameters missing from the weights keep their initial values. Raise UserError
+        if the weights cannot be read or do not fit the model.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
         model = cls(config_for_weights(weights, constants))
@@ -366,8 +366,8 @@ class DataLoaderLite:
     to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
-    UserError. recut: shift the beginnings of all pieces but the first, by a different amount in
-    each epoch, so that a small text yields new rows.
+    UserError. recut: begin the pieces of each epoch at different tokens, so that a small text
+    yields new rows.
     """
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
@@ -395,11 +395,10 @@ class DataLoaderLite:
         piece_order = permutation(self.shuffle, n_pieces, self.seed, epoch, shard)  # 1, 2, 0
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
-            # Shift all pieces of this epoch to the left. (The first one cannot move, since it
-            # begins at token 0.) Multiples of 0.618 T, modulo T, are far apart, so consecutive
-            # epochs get different pieces
-            shift = int(0.618 * epoch * self.T) % self.T
-            start = max(0, start - shift)
+            # Begin all pieces of this epoch up to T tokens earlier. (The first piece always begins
+            # at token 0.) Multiples of 0.618 T, modulo T, are far apart, so consecutive epochs get
+            # different pieces
+            start = max(0, start - int(0.618 * epoch * self.T) % self.T)
         return shard, start
 
     def read(self, row, B):
@@ -428,8 +427,9 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds 4 permutations: for each of the two loaders, the order of its shards and the order
-# of the pieces in the shard that it reads. The orders of all shards would need too much memory
+# The cache holds 4 permutations: for the training loader and for the validation loader, the order
+# of the shards and the order of the pieces in the current shard. Keeping the order of the pieces
+# for all shards would need too much memory
 @lru_cache(maxsize=4)
 def permutation(shuffle, n, *key):
     """Return 0 ... n - 1, shuffled with `key` as the seed, or in order if `shuffle` is False.
@@ -568,9 +568,6 @@ class State:
     minutes: float = 0.0          # time spent on steps so far, except the first after each start
     tokens: int = 0               # number of tokens that the steps have read
 
-    def __post_init__(self):
-        remember_initial_values(self.optimizers)
-
     @property
     def eval_model(self):
         """The GPT that is validated, sampled from and exported.
@@ -585,18 +582,6 @@ class State:
 
     def load_state_dict(self, saved):
         restore_state(self, saved)
-
-def remember_initial_values(optimizers):
-    """Store in each optimizer group, as group["initial"], the hyperparameters that the code set.
-
-    step_optimizers() computes the learning rate from the initial one. A checkpoint contains only
-    those hyperparameters that no longer have their initial value (see without_initial_values).
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if "initial" not in group:
-                group["initial"] = {name: value for name, value in group.items()
-                                    if name not in ("params", "param_names")}
 
 @dataclass
 class Run:
@@ -613,7 +598,6 @@ class Run:
     hellaswag: object             # a hellaswag.Prepared, or None if HellaSwag is not scored
     folder: "RunFolder"           # writes the files in log_dir
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
-    validated_step: int = -1      # for edits: finish() needs it if a `break` is added to train()
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
     told_slow: bool = False       # whether warn_of_slow_steps() has printed its line
 
@@ -646,27 +630,26 @@ def read_step(run):
 
     The rows of a step are dealt out B at a time: to rank 0, rank 1, ..., then to rank 0 again.
     Every micro-batch is full, since B divides the rows of a process. row is the number of a
-    micro-batch's first row, from which train_step() derives the dropout masks; x and y are (B, T).
-    To mask targets (set them to -100) or to change inputs, edit this function.
+    micro-batch's first row, and x and y are (B, T). To mask targets (set them to -100) or to change
+    inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
-    check_rows_of_step(cfg, step)  # For edits: fitting_B() has checked the unedited rows_before()
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
-def mask_corrections(batches):
-    """Return a factor per micro-batch: its number of targets divided by the mean number.
+def loss_weights(batches):
+    """Return the weight of each micro-batch in the mean loss of a step, as a tensor.
 
-    For edits: all factors are 1, unless an edit of read_step() masks targets with -100.
+    backward() adds the gradients of the micro-batches up, so each loss is divided by the number of
+    micro-batches to get the mean. The processes need no weights, since DDP averages over them.
 
-    train_step() averages the losses of all micro-batches of all processes. If their numbers of
-    targets differ, this average equals the mean over all targets only if the loss of each
-    micro-batch is multiplied by its factor first.
+    For edits: if an edit of read_step() sets targets to -100, the micro-batches count in proportion
+    to their numbers of remaining targets, so that the mean over all targets stays exact.
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    mean = sum_over_ranks(n_targets.sum()) / (len(batches) * world_size())
-    return n_targets / mean
+    n_targets_per_process = sum_over_ranks(n_targets.sum()) / world_size()
+    return n_targets / n_targets_per_process  # 1 / len(batches), unless targets are masked
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
@@ -678,12 +661,11 @@ def train_step(run):
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
-    corrections = mask_corrections(batches)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    for (row, x, y), correction in zip(batches, corrections):
-        # The dropout masks are determined by the seed and the number of the first row, so that a
-        # restart repeats them. (With dropout, a different B therefore changes the losses slightly)
+    for (row, x, y), weight in zip(batches, loss_weights(batches)):
+        # What dropout sets to 0 is determined by the seed and the number of the first row, so that
+        # a restart repeats it. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
         # DDP averages gradients over the processes during the backward pass. Only the last
         # micro-step needs that; before it, gradients accumulate locally. The forward pass must
@@ -693,8 +675,8 @@ def train_step(run):
         with ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # backward() adds gradients up. Divide by the number of micro-steps to get their mean
-            loss = loss / len(batches) * correction  # correction is 1 if no target is masked
+            # backward() adds gradients up. The weights, 1 / len(batches), turn the sum into a mean
+            loss = loss * weight
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
@@ -715,10 +697,10 @@ def step_optimizers(state, cfg, norm):
     A group that configure_optimizers() built with max_lr gets the learning rate of get_lr(). A
     group that was built with a different one, such as Muon's, follows the same curve, scaled.
     """
-    remember_initial_values(state.optimizers)  # For edits: an edit may have replaced an optimizer
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            # initial_values() returns what configure_optimizers() has set
+            group["lr"] = initial_values(group)["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -793,6 +775,8 @@ def checkpoint_of(state, cfg, fingerprint):
 def content_of(value):
     """Return the form in which a checkpoint stores an attribute of State."""
     if isinstance(value, torch.optim.Optimizer):
+        for group in value.param_groups:
+            initial_values(group)  # stores them, if this is the first call
         content = value.state_dict()
         content["class"] = type(value).__name__
         groups = content["param_groups"]
@@ -803,6 +787,16 @@ def content_of(value):
     if isinstance(value, list):
         return [content_of(part) for part in value]
     return value
+
+def initial_values(group):
+    """Return the hyperparameters of an optimizer group, such as lr, as the code set them.
+
+    The first call, before training has changed any of them, stores them in group["initial"].
+    """
+    if "initial" not in group:
+        group["initial"] = {name: value for name, value in group.items()
+                            if name not in ("params", "param_names")}
+    return group["initial"]
 
 def without_initial_values(group):
     """Return an optimizer group without the hyperparameters that still have their initial value.
@@ -869,9 +863,10 @@ def load_optimizer(optimizer, content):
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
         raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
-    # The saved groups contain what training had changed. The rest is as in the code
-    own_groups = optimizer.state_dict()["param_groups"]
-    groups = [own | saved for own, saved in zip(own_groups, content["param_groups"], strict=True)]
+    groups = optimizer.state_dict()["param_groups"]  # as in the code
+    for group, changed_by_training in zip(groups, content["param_groups"], strict=True):
+        initial_values(group)  # stores them, if this is the first call
+        group.update(changed_by_training)
     optimizer.load_state_dict(content | {"param_groups": groups})
 
 # ---- Reading a run's folder. Files may be damaged, or may come from an older version of this
@@ -900,38 +895,41 @@ def read_checkpoint(path, mmap=True):
     return in_todays_form(content)
 
 def in_todays_form(content):
-    """Convert a checkpoint to the current format if an earlier version of this script wrote it."""
-    # Each step below converts one version to the next
-    if "model" in content:  # until 23 November 2026, entries had other names
-        content = with_names_of_november_24(content)
-    if "state" not in content:  # until 24 November 2026, State's attributes were entries
+    """Convert a checkpoint that an earlier version of this script wrote to the current format.
+
+    The format has changed three times. A checkpoint goes through the changes that it lacks:
+
+    1. rename_entries(): entries are named after what they hold (24 November 2026)
+    2. State's attributes are in an entry of their own, "state" (24 November 2026)
+    3. of an optimizer group, only what training has changed is saved (25 November 2026)
+    """
+    if "model" in content:
+        content = rename_entries(content)
+    if "state" not in content:
         names = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
         state = {name: value for name, value in content.items() if name not in names}
         content = {name: content[name] for name in names if name in content} | {"state": state}
     for optimizer in content["state"].get("optimizers", []):
         groups = optimizer["param_groups"]
         for i, group in enumerate(groups):
-            # In checkpoints of 24 November 2026, a saved group contained all its values. Its
-            # initial values were in an extra entry, first called "as_built" and later "in_code".
-            # A group in today's form has neither entry
+            # Before the third change, a group contained all its values and, in an extra entry that
+            # has had two names, its initial values. (Even earlier, it had no such entry)
             initial = group.pop("in_code", group.pop("as_built", None))
             if initial is not None:
                 groups[i] = without_initial_values(group | {"initial": initial})
     return content
 
-def with_names_of_november_24(content):
-    """Rename the entries of a checkpoint that was written on or before 23 November 2026."""
+def rename_entries(content):
+    """Return a checkpoint of 23 November 2026 or earlier with the entries of the next version."""
     content = dict(content)
     content["eval_model"] = content.pop("model")
     # Only a run with averaged weights (an edit) had the entry "trained"
     content["raw_model"] = content.pop("trained", content["eval_model"])
-    numbers = content.pop("numbers", {})  # the numbers in State, such as `step`
-    content |= numbers
+    content |= content.pop("numbers", {})  # the numbers in State, such as `step`
     for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
         optimizer["class"] = name
-    if "constants" in content:
-        # This version did not count the tokens
-        content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
+    # Tokens were not counted yet
+    content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
     return content
 
 def newest_checkpoint(folder):
@@ -1116,7 +1114,7 @@ def check_same_function(ours, hf, end_of_text):
 class Weights:
     """The weights of a model and the information needed to use them."""
     source: str           # the file, folder or hub name that they were read from
-    gpt_config: dict      # the GPTConfig as a dict, except dropout, which they do not determine
+    gpt_config: dict      # the GPTConfig of the model, as a dict
     encoding: str | None  # name of the encoding, or None if it is unknown
     tensors: dict         # the state_dict of a GPT
     code: int | None      # checksum of the code that wrote them, or None if it is unknown
@@ -1133,17 +1131,12 @@ def read_weights(name):
         return weights_in_checkpoint(read_checkpoint(path), str(path))
     model = load_hugging_face(name)
     encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)  # 256 bytes + <|endoftext|>
-    return Weights(name, without_dropout(model.config), encoding, model.state_dict(), code=None)
+    return Weights(name, asdict(model.config), encoding, model.state_dict(), code=None)
 
 def weights_in_checkpoint(content, source):
     """Return the Weights of eval_model. content: what read_checkpoint() returned."""
-    return Weights(source, without_dropout(content["gpt_config"]), content["encoding"],
-                   content["eval_model"], content.get("code"))
-
-def without_dropout(config):
-    """Convert a GPTConfig or a dict to a dict without dropout, which weights do not determine."""
-    constants = config if isinstance(config, dict) else asdict(config)
-    return {name: value for name, value in constants.items() if name != "dropout"}
+    return Weights(source, content["gpt_config"], content["encoding"], content["eval_model"],
+                   content.get("code"))
 
 def model_config(cfg, encoding, weights=None):
     """Return the GPTConfig of a new model or, with `weights`, of the model that they belong to."""
@@ -1156,11 +1149,11 @@ def model_config(cfg, encoding, weights=None):
                      n_vocab=encoding.n_vocab, **constants)
 
 def config_for_weights(weights, constants):
-    """Return a GPTConfig made from `constants`. Constants stored with the weights override them.
+    """Return the GPTConfig stored with the weights, with some `constants` replaced.
 
     Raise UserError if GPTConfig lacks a constant that the weights were made with.
     """
-    constants = constants | weights.gpt_config
+    constants = weights.gpt_config | constants
     if unknown := constants.keys() - asdict(GPTConfig()).keys():
         raise UserError(f"{weights.source} was made with the constant {min(unknown)}, which "
                         "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the code "
@@ -1340,11 +1333,11 @@ def read_newest_checkpoint(log_dir, device):
 def set_by_weights(weights, preset_name, flags):
     """Return {name: value} of the constants of Config that weights set.
 
-    They always set the model's shape and, if it is known, the encoding. In FINETUNE they also set
-    max_lr and T, unless FINETUNE or a flag sets these.
+    They always set the model's constants, except dropout, and, if it is known, the encoding. In
+    FINETUNE they also set max_lr and T, unless FINETUNE or a flag sets these.
     """
-    known = asdict(Config())
-    constants = {name: value for name, value in weights.gpt_config.items() if name in known}
+    names = asdict(Config()).keys() - {"dropout"}
+    constants = {name: value for name, value in weights.gpt_config.items() if name in names}
     if weights.encoding:
         constants["encoding"] = weights.encoding
     if preset_name == "FINETUNE":
@@ -1440,8 +1433,8 @@ def print0(text):
 
 def join_processes(device):
     """Form the group of all processes that torchrun started."""
-    # DDP(...) imports this module, which keeps a reference to the process group if there is one.
-    # Python may then abort on exit. To avoid this, import it now, before there is a group
+    # torch.distributed.nn, which DDP(...) imports, keeps a reference to the process group if there
+    # is one. Python may then abort on exit. To avoid this, import it before there is a group
     import torch.distributed.nn  # noqa: F401
     # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
     # for each restart keeps them from finding the addresses of dead processes
@@ -1666,13 +1659,14 @@ def check_parameters(raw_model, optimizers):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
-def check_rows_of_step(cfg, step):
-    """Raise UserError if the rows of a step are not a multiple of B * processes."""
-    rows = rows_of_step(cfg, step)
-    if rows < 1 or rows % (cfg.B * world_size()):
-        raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
-                        f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
-                        "--B.")
+def check_rows_of_steps(cfg):
+    """Raise UserError unless each step has a multiple of B * processes rows."""
+    for step in range(cfg.max_steps):
+        rows = rows_of_step(cfg, step)
+        if rows < 1 or rows % (cfg.B * world_size()):
+            raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
+                            f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or "
+                            "lower --B.")
 
 def check_can_be_saved(attributes):
     """Raise UserError if a checkpoint cannot store an attribute of State.
@@ -1718,11 +1712,12 @@ def loss_warning(run):
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
 # Constants that may differ when a run is resumed. They do not affect training, apart from rounding
-# (dtype, B). epochs may differ because it only determines max_steps, which is compared instead
+# (dtype, B) and what dropout sets to 0 (B). epochs and minutes may differ because they only
+# determine max_steps, which is compared instead
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
-    "keep_every", "device", "dtype", "compile", "epochs"}
+    "keep_every", "device", "dtype", "compile", "epochs", "minutes"}
 
 def lock_run_folder(log_dir):
     """Reserve log_dir for this run. Return a lock that is held as long as it is referenced.
@@ -1739,11 +1734,8 @@ def lock_run_folder(log_dir):
 def check_same_training(checkpoint, cfg, fingerprint):
     """Raise UserError unless this command continues the training of the run that is resumed.
 
-    The data and all constants must be the same, with these exceptions:
-
-    - The constants in FREE_TO_CHANGE may differ.
-    - max_steps may grow.
-    - A run that began with --minutes may be resumed with --max_steps instead.
+    The data and all constants must be the same, except that max_steps may grow and the constants in
+    FREE_TO_CHANGE may differ.
 
     A run that has finished must also have the same code, because it is evaluated again and the
     result replaces the old one.
@@ -1753,8 +1745,6 @@ def check_same_training(checkpoint, cfg, fingerprint):
     # `data` is only a path, so compare the fingerprints of the data instead
     before["data"], now["data"] = checkpoint["data"], fingerprint
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
-    if not cfg.minutes:  # if --max_steps is given, resolve_config() sets minutes to 0
-        changed.discard("minutes")
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
@@ -1877,7 +1867,7 @@ class RunFolder:
         """
         found = find_checkpoints(self.path)
         older = [old for old in found if old < step]  # the newest first
-        losses = {old: loss for old, loss in read_metrics(self.path)["val"] if old in found}
+        losses = {saved: loss for saved, loss in read_metrics(self.path)["val"] if saved in found}
         keep = {*older[:1], min(losses, key=losses.get, default=None)}
         every = self.cfg.keep_every
         keep |= {old for old in older if every and old % every == 0}
@@ -1927,9 +1917,10 @@ def open_log(path, step):
     file = open(path, "ab", buffering=0)  # each line is visible at once
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        # A line that the user added does not match, and does not end the loop
+        is_complete = line.endswith(b"\n")  # a power cut may have left half a line
+        # A line that the user added does not match, and is kept
         match = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
-        if not line.endswith(b"\n") or (match and int(match[1]) >= step):
+        if not is_complete or (match and int(match[1]) >= step):
             break
         kept += len(line)
     file.truncate(kept)
@@ -1948,6 +1939,7 @@ def set_up(cfg, device, weights=None, checkpoint=None):
     if weights:
         check_weights_fit(weights, cfg, encoding)
     cfg = replace(cfg, max_steps=final_max_steps(cfg, device, loaders, weights, checkpoint))
+    check_rows_of_steps(cfg)
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
@@ -1962,10 +1954,11 @@ def set_up(cfg, device, weights=None, checkpoint=None):
 def final_max_steps(cfg, device, loaders, weights, checkpoint):
     """Return max_steps. With `minutes`, it depends on the speed, and with `epochs`, on the data.
 
-    A resumed run keeps the max_steps that was measured when it began.
+    If a run is resumed with the same `minutes`, it keeps the max_steps that was measured before.
     """
-    if cfg.minutes and checkpoint:
-        return checkpoint["constants"]["max_steps"]
+    before = checkpoint["constants"] if checkpoint else {}
+    if cfg.minutes and before.get("minutes") == cfg.minutes:
+        return before["max_steps"]
     if cfg.minutes:
         return steps_that_fit(cfg, device, loaders, weights)
     if cfg.epochs:
@@ -2242,7 +2235,6 @@ def validate(run):
     bits = loss * run.tokens_per_byte / math.log(2)
     report(run, step, "val", loss, note=f" ({bits:.4f} bits per byte)", print_always=True)
     write_log(run, step, "minutes", run.state.minutes)
-    run.validated_step = step
 
 def warnings_about(run, checkpoint):
     """Return warnings for anyone who compares this run with others. They are kept in run.json."""
@@ -2334,7 +2326,7 @@ def finish(run, stopped):
     """Save the last step. Unless a signal stopped the run, export a model and record the result."""
     cfg, step = run.cfg, run.state.step
     # For edits: a `break` that is added to train() leaves the last step without a validation
-    if step < cfg.max_steps and not stopped and run.validated_step != step:
+    if step < cfg.max_steps and not stopped:
         validate(run)
     save_last_step(run)
     if stopped:

@@ -893,7 +893,7 @@ def unsaved_values(t, run):
         for name in vars(thing).keys() - usual:
             label = f"self.{name} in {type(thing).__name__}"
             values.setdefault(label, []).append(fingerprint(getattr(thing, name)))
-    for name in vars(run).keys() - {"validated_step", "step_seconds", "told_slow"}:
+    for name in vars(run).keys() - {"step_seconds", "told_slow"}:
         values[f"run.{name}"] = fingerprint(getattr(run, name))
     for name in vars(t).keys() - {"__builtins__"}:
         values[f"the global {name}"] = fingerprint(getattr(t, name))

@@ -242,8 +242,8 @@ def test_a_bad_folder_is_reported_in_one_line(change, expected, tmp_path):
 
 def save_checkpoint(path, model, **more):
     """Save a model in a checkpoint that was written by other code. Add the tensors in `more`."""
-    torch.save({"model": model.state_dict() | more, "gpt_config": dataclasses.asdict(model.config),
-                "encoding": "bytes", "code": 7}, path)
+    torch.save({"eval_model": model.state_dict() | more, "encoding": "bytes", "code": 7,
+                "gpt_config": dataclasses.asdict(model.config), "state": {}}, path)
 
 def test_weights_can_be_loaded_into_a_model_with_added_parameters(tmp_path, monkeypatch, capsys):
     """Added parameters, such as LoRA for GPT-2, keep their initial values, and a line says so.
