@@ -1227,7 +1227,8 @@ def run_command(flags):
 def resolve_config(flags, device=torch.device("cpu")):
     """Return (cfg, weights, checkpoint, the first lines to print).
 
-    weights and checkpoint are what the command starts from: see find_start().
+    weights: what find_weights() returns. checkpoint: the content of the newest checkpoint in
+    log_dir, from which a run is resumed. It is None for a new run and for --sample.
 
     Each constant gets its value from the last of these sources that sets it:
 
@@ -1248,7 +1249,8 @@ def resolve_config(flags, device=torch.device("cpu")):
     preset_name = choose_preset(data, flags)
     preset = PRESETS.get(preset_name, {})
     cfg = make_config(Config, {"data": data} | preset | flags)
-    weights, checkpoint = find_start(cfg, device)
+    checkpoint = None if cfg.sample else read_newest_checkpoint(cfg.log_dir, device)
+    weights = find_weights(cfg, checkpoint)
     weights_line = ""
     if weights:
         constants = set_by_weights(weights, preset_name, flags)
@@ -1280,43 +1282,6 @@ def choose_preset(data, flags):
         return ""
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
-def find_start(cfg, device):
-    """Return what the command starts from, as a pair (weights, checkpoint):
-
-    - --sample: the weights to sample from, and None
-    - a new run from scratch: None and None
-    - a new run with init_from: the weights to load, and None
-    - a resumed run that began from scratch: None, and the content of its newest checkpoint
-    - a resumed run that began with init_from: the weights in its newest checkpoint, and the content
-      of this checkpoint. These weights only determine constants, because State is then loaded from
-      the checkpoint
-
-    Raise UserError if checkpoints or weights cannot be read.
-    """
-    if cfg.init_from == "resume":
-        raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
-                        "the same --log_dir. Leave out --init_from=resume.")
-    if cfg.sample:
-        return weights_to_sample(cfg), None
-    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if cfg.init_from == "scratch":
-        return None, checkpoint
-    if checkpoint:
-        return weights_in_checkpoint(checkpoint, cfg.log_dir), checkpoint
-    return read_weights(cfg.init_from), None
-
-def weights_to_sample(cfg):
-    """Return the weights for --sample: those in init_from if it is set, or else in log_dir.
-
-    Raise UserError if there are none.
-    """
-    if cfg.init_from != "scratch":
-        return read_weights(cfg.init_from)
-    if not find_checkpoints(cfg.log_dir):
-        raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, or "
-                        "set --init_from.")
-    return read_weights(cfg.log_dir)
-
 def read_newest_checkpoint(log_dir, device):
     """Return the content of the newest undamaged checkpoint, or None. Rank 0 chooses it."""
     path = newest_checkpoint(log_dir) if rank() == 0 else None
@@ -1329,6 +1294,31 @@ def read_newest_checkpoint(log_dir, device):
     # Do not memory-map the file on a CPU: AdamW would keep the mapped tensors, and Windows cannot
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
+
+def find_weights(cfg, checkpoint):
+    """Return the Weights that set constants of this command, or None if there are none:
+
+    - --sample: the weights to sample from, in init_from or, if this is "scratch", in log_dir
+    - a new run with init_from: the weights in init_from, with which training starts
+    - a resumed run that began with init_from: the weights in its checkpoint. They set the same
+      constants as when the run began, and nothing else, since State is loaded from the checkpoint
+    - a run that begins or began from scratch: None
+
+    Raise UserError if they cannot be read.
+    """
+    if cfg.init_from == "resume":
+        raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
+                        "the same --log_dir. Leave out --init_from=resume.")
+    if cfg.init_from != "scratch":
+        if checkpoint:
+            return weights_in_checkpoint(checkpoint, cfg.log_dir)
+        return read_weights(cfg.init_from)
+    if cfg.sample:
+        if not find_checkpoints(cfg.log_dir):
+            raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
+                            "or set --init_from.")
+        return read_weights(cfg.log_dir)
+    return None
 
 def set_by_weights(weights, preset_name, flags):
     """Return {name: value} of the constants of Config that weights set.
@@ -1929,7 +1919,7 @@ def open_log(path, step):
 # ---- Setting up a run. The log and the export in log_dir are not touched until the data, the
 # checkpoint and the model have been checked
 def set_up(cfg, device, weights=None, checkpoint=None):
-    """Return the Run for train(). weights, checkpoint: what find_start() returned.
+    """Return the Run for train(). weights, checkpoint: what resolve_config() returned.
 
     Raise UserError if the data, the weights, the checkpoint and the code do not fit together.
     """
@@ -2009,8 +1999,8 @@ def check_weights_fit(weights, cfg, encoding):
 def build_run(cfg, device, loaders, weights=None, checkpoint=None, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
 
-    loaders: the training loader and the validation loader. weights, checkpoint: what find_start()
-    returned.
+    loaders: the training loader and the validation loader. weights, checkpoint: what
+    resolve_config() returned.
     """
     train_loader, val_loader = loaders
     encoding = get_encoding(cfg.encoding)
