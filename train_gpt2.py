@@ -2051,6 +2051,11 @@ def wrap_in_ddp(raw_model):
     # Gradients are views of the buckets, so that they need not be copied
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
+def tokens_per_step(cfg):
+    """Return the number of tokens per step as text, for example "2,048", or "2,048 to 8,192"."""
+    sizes = {rows_of_step(cfg, step) * cfg.T for step in range(max(1, cfg.max_steps))}
+    return f"{min(sizes):,}" + (f" to {max(sizes):,}" if len(sizes) > 1 else "")
+
 def description(run, checkpoint):
     """Return the lines that describe a run at its start."""
     cfg, state = run.cfg, run.state
@@ -2065,7 +2070,7 @@ def description(run, checkpoint):
         "data": f"{cfg.data}: {run.folder.fingerprint}",
         "model": f"{n_parameters:,} parameters, init_from={cfg.init_from}: "
                  f"{state.raw_model.config}",
-        "training": f"{cfg.max_steps:,} steps of {rows_of_step(cfg, 0) * cfg.T:,} tokens, "
+        "training": f"{cfg.max_steps:,} steps of {tokens_per_step(cfg)} tokens, "
                     f"{epochs:.2f} epochs",
         "optimizer": "; ".join(groups),
         "machine": f"{world_size()} x {run.device.type}, {dtype_name}, compile={compiled}, "

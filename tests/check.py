@@ -7,7 +7,8 @@
 
 The command trains a few steps several times, in temporary folders. Each run differs from the first
 run in one thing: for example, it is killed and resumed, or it uses half of B. For each promise the
-command prints whether it holds. The exit status is 0 if no promise is broken, and 1 otherwise. The
+command prints whether it holds. Below the promises it prints notes: facts about the edit that are
+often, but not always, mistakes. The exit status is 0 if no promise is broken, and 1 otherwise. The
 learning-rate schedule is compressed so that the checked steps include both warmup and decay.
 """
 import argparse
@@ -677,6 +678,9 @@ class Check:
         if losses:
             if self.repeats and not first_difference(log, committed.log, self.allowed()):
                 return holds("but all losses are within rounding of those without the edit")
+            if self.base.report["trained"] == committed.report["trained"]:
+                return holds("on the reported losses only; the trained weights are the same digit "
+                             "for digit")
             return holds(f"from step {losses.step} on")
         difference = first_difference(log, self.steady(committed.log))
         if difference:
@@ -723,6 +727,8 @@ def check(options):
             outcomes.append(verdict.outcome)
             show_progress("")
             print(in_words(promise, verdict), flush=True)
+    for note in setup["notes"] + checking.base.report["notes"]:
+        print("\n".join(textwrap.wrap(f"Note: {note}", 100, subsequent_indent="    ")))
     if code_of_scripts() != code:
         raise Failed("A script was edited during the check. Run the check again.")
     n_broken, unchecked = outcomes.count("BROKEN"), outcomes.count("not checked")
@@ -794,16 +800,30 @@ def train_and_report(t, train, run, job):
     report["initial"] = {name: (list(p.shape), crc_of(p))
                          for name, p in run.state.raw_model.named_parameters()}
     rows = watch_forward_passes(run, report)
+    loaders = watch_validation(t)
+    with_gradient, optimizers = watch_gradients(run), list(run.state.optimizers)
     if "kill_at" in job:
         kill_during_step(run, job["kill_at"], job["kill_after"])
     unsaved = unsaved_values(t, run)
-    if not job.get("stop"):
+    if job.get("stop"):
+        report["notes"] = notes_about_schedules(t, run.cfg)
+    else:
         train(run)
     report["tokens"] = getattr(run.state, "tokens", 0)
     now = unsaved_values(t, run)
     report["changed"] = [name for name in now if now[name] != unsaved.get(name)]
-    report["in_both"] = training_and_validation(t, run, rows)
+    report["in_both"] = training_and_validation(t, run, run.val_loader, rows)
     if "examine" in job:
+        report["trained"] = {name: crc_of(p) for name, p in run.state.raw_model.named_parameters()}
+        if run.state.optimizers != optimizers:  # new ones were not watched
+            with_gradient = report["initial"]
+        report["notes"] = notes_about_model(run.state, report["initial"], with_gradient)
+        for loader in loaders:
+            both = training_and_validation(t, run, loader, rows)
+            if loader is not run.val_loader and both["equal_rows"] > 0.05 * both["rows"]:
+                report["notes"].append(
+                    f"validation_loss() also reads data on which the model is trained: "
+                    f"{both['equal_rows']} of {both['rows']} training rows are part of it.")
         with torch.no_grad(), run.autocast():
             report |= examine(run, tolerance=job["examine"])
     if os.environ.get("RANK", "0") == "0":
@@ -843,8 +863,33 @@ def watch_forward_passes(run, report):
             module.register_forward_pre_hook(count)
     return rows
 
-def training_and_validation(t, run, rows):
-    """Return what training and validation have in common.
+def watch_validation(t):
+    """Return a list, to which each call of validation_loss() adds its loader if it is new."""
+    loaders, original = [], t.validation_loss
+
+    def validation_loss(run, loader, *args, **kwargs):
+        if loader not in loaders:
+            loaders.append(loader)
+        return original(run, loader, *args, **kwargs)
+    t.validation_loss = validation_loss
+    return loaders
+
+def watch_gradients(run):
+    """Return a set, to which optimizers add the names of parameters whose gradient is not 0."""
+    names = {id(p): name for name, p in run.state.raw_model.named_parameters()}
+    with_gradient = set()
+
+    def before_step(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            with_gradient.update(names.get(id(p)) for p in group["params"]
+                                 if p.grad is not None and p.grad.any())
+    for optimizer in run.state.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(before_step)
+    return with_gradient
+
+def training_and_validation(t, run, loader, rows):
+    """Return what training and the validation with a loader have in common.
 
     {"files": names of shards in both, "rows": the number of training rows that were compared,
     "equal_rows": how many of them are part of the validation data}. rows: arrays (T,) of token ids.
@@ -853,9 +898,9 @@ def training_and_validation(t, run, rows):
         return {str(shard) for shard in loader.shards if isinstance(shard, Path)}
     files, rows = [], [row for row in rows if len(row) >= SHORTEST_ROW]
     try:
-        files = sorted(paths(run.train_loader) & paths(run.val_loader))
+        files = sorted(paths(run.train_loader) & paths(loader))
         texts = [t.open_shard(shard)[:MOST_TOKENS].astype(np.uint32).tobytes()
-                 for shard in run.val_loader.shards[:1]]
+                 for shard in loader.shards[:1]]
     except Exception:  # an edit may have changed the loaders
         texts, rows = [], []
     equal = sum(is_part(row.astype(np.uint32).tobytes(), text) for row in rows for text in texts)
@@ -879,6 +924,62 @@ def kill_during_step(run, step, saved):
                 time.sleep(0.01)
             os._exit(KILLED)  # like kill -9, this neither closes files nor waits for threads
     run.state.raw_model.register_forward_pre_hook(kill)
+
+# ---- Notes. They state facts that are often, but not always, mistakes
+def notes_about_schedules(t, cfg):
+    """Return notes on the batch sizes and the learning rates of the whole run."""
+    notes, steps = [], range(cfg.max_steps)
+    try:
+        sizes = [t.rows_of_step(cfg, step) * cfg.T for step in steps]
+        if len(set(sizes)) > 1:
+            notes.append(f"the number of tokens per step varies. It is {sizes[0]:,} at first, "
+                         f"{sizes[-1]:,} at the end, and at most {max(sizes):,}, in step "
+                         f"{sizes.index(max(sizes))}.")
+        rates = [t.get_lr(step, cfg) for step in steps]
+        jumps = [step for step in steps[cfg.warmup_steps + 1:]
+                 if abs(rates[step] - rates[step - 1]) > 0.2 * max(rates)]
+        if jumps:
+            notes.append(f"the learning rate jumps from {rates[jumps[0] - 1]:.2e} in step "
+                         f"{jumps[0] - 1} to {rates[jumps[0]]:.2e} in step {jumps[0]}.")
+    except Exception:  # an edit may have given these functions other arguments
+        pass
+    return notes
+
+def notes_about_model(state, initial, with_gradient):
+    """Return notes on the trained model. initial: {name: (shape, checksum)} of its parameters.
+
+    with_gradient: the names of the parameters that have got a gradient.
+    """
+    notes = []
+    for name, p in state.raw_model.named_parameters():
+        if p.requires_grad and name not in with_gradient:
+            changed = crc_of(p) != initial[name][1]
+            notes.append(f"{name} got no gradient in any step" + (
+                ", but it changed, for example by weight decay. To freeze it, set "
+                "requires_grad=False." if changed else ". It is not used, or it is detached."))
+    for module in state.raw_model.modules():
+        for name, value in vars(module).items():
+            if not name.startswith("_") and is_left_out(value):
+                notes.append(f"self.{name} in {type(module).__name__} is a tensor, but neither a "
+                             "parameter nor a buffer. So it is neither trained nor saved, nor "
+                             "moved to the GPU.")
+    mine, averaged = list(state.raw_model.parameters()), list(state.eval_model.parameters())
+    if state.eval_model is not state.raw_model and len(mine) == len(averaged) and all(
+            map(torch.equal, mine, averaged)):
+        notes.append("eval_model has the same weights as raw_model at the end. If it should be an "
+                     "average, check that it has begun and that it copies weights (clone()).")
+    return list(dict.fromkeys(notes))[:8]  # each block gives the same note
+
+def is_left_out(value):
+    """Return whether a module's attribute is or contains a tensor that torch does not know of.
+
+    Modules in a list count only if they got gradients, since a teacher is also kept in a list.
+    """
+    if isinstance(value, (list, tuple)):
+        return any(map(is_left_out, value))
+    if isinstance(value, torch.nn.Module):
+        return any(p.grad is not None for p in value.parameters())
+    return torch.is_tensor(value) and value.is_floating_point()
 
 # ---- What an edit keeps outside of State. It is named when a promise is broken
 KEPT = (bool, int, float, str, bytes, list, dict, set, tuple, deque, np.ndarray, np.generic,
