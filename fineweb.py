@@ -541,7 +541,8 @@ def settings_of(cfg, files, shards):
     """Return {name: value} for everything that determines the content of these Shards.
 
     These are shard_size, encoding, and the names and sizes of all files up to the one in which the
-    last shard ends. Later files may be added or changed before the next run.
+    last shard ends. Later files may be added or changed before the next run. (If the shards reach
+    the end of the corpus, there are no later files: adding one is a change.)
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}

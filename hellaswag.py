@@ -122,9 +122,10 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # The ending " he sings" cannot be encoded by itself, because some tokenizers add a start token
-    # or a space to every text. So encode "a he sings", and remove the tokens of "a". (If there is a
-    # start token, it is among them.)
+    # An ending follows its context after a space, for example " he sings". It cannot be encoded by
+    # itself, because some tokenizers add a start token or a space at the beginning of every text.
+    # So encode "a he sings" and remove as many tokens as "a" has, including a start token. (The
+    # context keeps its start token, since it is the beginning of the row.)
     n_tokens_of_a = len(encode("a"))
     endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings
@@ -326,10 +327,10 @@ def score(args):
     """
     examples = itertools.islice(iterate_examples("val"), args.limit)
     model, encode = load_model(args.model, args.device)
-    # The published scores were computed in float32, so this command uses it. bfloat16 would be too
-    # inexact: GPT-2's logits are near -35, where neighbouring bfloat16 numbers differ by 1/4. TF32
-    # makes GPUs faster. It rounds only the inputs of matrix multiplications, so the logits remain
-    # exact enough.
+    # Like the published scores, these are computed in float32, except that GPUs may use TF32, which
+    # is faster. It rounds only the inputs of matrix multiplications, so the logits remain exact
+    # enough. bfloat16 would be too inexact, because GPT-2's logits are near -35, where neighbouring
+    # bfloat16 numbers differ by 1/4.
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

@@ -88,7 +88,7 @@ class Config:
     init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a model or run folder, or a .pt file
     # The optimizer. GPT-3's max_lr for models of about these four sizes: 6e-4, 3e-4, 2.5e-4, 2e-4
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
-    max_lr: float = 6e-4            # learning rate after warmup (with FINETUNE: 0.1 / n_embd)
+    max_lr: float = 6e-4            # learning rate after warmup; for fine-tuning: 0.1 / n_embd
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
@@ -126,7 +126,8 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", compile=False)
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
-# shape and the encoding and, unless you add them here, max_lr and T (see set_by_weights)
+# shape and the encoding. Unless you add max_lr and T here, set_by_weights() derives them from the
+# size of the model
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
@@ -354,16 +355,16 @@ def build_model(cfg, config):
 
 # ---- Data
 class DataLoaderLite:
-    """Reads pieces of T + 1 tokens from shards, in an order that the seed determines.
+    """Reads rows of T + 1 tokens from shards, in an order that the seed determines.
 
-    The pieces of a shard begin at its tokens 0, T, 2 T and so on. The model reads the first T
-    tokens of a piece and predicts the last T, so the last token of a piece is also the first token
-    of the next one.
+    Each shard is cut into pieces that begin at its tokens 0, T, 2 T and so on. The model reads the
+    first T tokens of a piece and predicts the last T, so the last token of a piece is also the
+    first token of the next one.
 
     An epoch reads each piece once, in the order of the files or, with `shuffle`, in a random order
-    that is drawn from (seed, epoch). The nth piece that is read is called row n. The count
-    continues across epochs: with 12 pieces, epoch 0 reads rows 0 to 11, and epoch 1 reads rows 12
-    to 23.
+    that is drawn from (seed, epoch). A row of a batch is one piece. Rows are numbered in the order
+    in which they are read: if the shards have 12 pieces, then rows 0 to 11 are read in epoch 0,
+    rows 12 to 23 are the same pieces in the order of epoch 1, and so on.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError. recut: begin the pieces of each epoch at different tokens, so that a small text
@@ -565,7 +566,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time spent on steps so far, except the first after each start
+    minutes: float = 0.0          # duration of all steps, except the first one after each start
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -725,8 +726,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
-            # saved if the run can be resumed at this step anyway, as at step 0 of a new model)
+            # Save before evaluating, so that no steps are lost if the evaluation fails.
+            # (start_saving() does nothing at step 0 of a new model, which the seed determines)
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -801,44 +802,46 @@ def initial_values(group):
 def without_initial_values(group):
     """Return an optimizer group without the hyperparameters that still have their initial value.
 
-    These are not saved. A resumed run takes them from the code, so that an edit takes effect. What
-    training has changed is saved, for example a step count that an optimizer stores in its groups.
-    (This includes lr, but step_optimizers() computes it again before each step.)
+    These are not saved. A resumed run takes them from the code, so that an edit takes effect. The
+    rest is saved: the list of parameters, and hyperparameters that training has changed, for
+    example a step count that an optimizer stores in its groups. (This includes lr, but
+    step_optimizers() computes it again before each step.)
     """
-    initial, changed = group["initial"], {}
+    initial, rest = group["initial"], {}
     for name, value in group.items():
         has_initial_value = name in initial and value == initial[name]
         if name != "initial" and not has_initial_value:
-            changed[name] = value
-    return changed
+            rest[name] = value
+    return rest
+
+def is_stateful(value):
+    """Return whether a value has load_state_dict(), or is a list with such an object."""
+    if isinstance(value, list):
+        return any(is_stateful(part) for part in value)
+    return hasattr(value, "load_state_dict")
 
 def restore_state(state, saved):
     """Restore State's attributes from what state.state_dict() returned.
 
-    Load objects in place, and replace all other values. A value that is missing from `saved` keeps
-    its initial value. A value that only `saved` has becomes an attribute, since training may have
-    added it. Raise ValueError if the objects in `saved` are not those in State.
+    An attribute that is_stateful() is loaded in place, and any other one is replaced. If `saved`
+    lacks an attribute of the second kind, it keeps its initial value. An attribute that only
+    `saved` has is added, since an edit of the training step may have created it. Raise ValueError
+    if `saved` lacks the content of a stateful attribute, or has one that State does not have.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
-        if is_object(value) and name not in saved:
+        if is_stateful(value) and name not in saved:
             raise ValueError(f"the checkpoint does not contain State.{name}")
     for name, content in saved.items():
         value = getattr(state, name, None)
-        if is_object(value):
+        if is_stateful(value):
             load_object(value, content)
         elif isinstance(content, dict) and not isinstance(value, dict):
-            # Objects are saved as dicts, so this may belong to an object that State no longer has
+            # Probably the state_dict() of an object that an edit has removed from State
             raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
                              "State has none when it is created")
         else:
             setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
-
-def is_object(value):
-    """Return whether a value is an object with load_state_dict(), or a list of such objects."""
-    if isinstance(value, list):
-        return any(is_object(part) for part in value)
-    return hasattr(value, "load_state_dict")
 
 def load_object(value, content):
     """Load what content_of() returned into an object or a list of objects."""
@@ -1462,8 +1465,8 @@ OTHER_TORCH = ("a torch build that supports old GPUs and drivers: pip install 't
 def pick_device(name):
     """Choose the torch.device for a name and prepare it for training.
 
-    On a GPU, select it and allow TF32. On a CPU, keep freed memory. Raise UserError if the device
-    cannot be used.
+    On a GPU, select it and allow TF32. On a CPU, speed up memory allocation. Raise UserError if the
+    device cannot be used.
     """
     # Often the driver is too old for the CUDA version that torch was built for. torch.__version__
     # ends with this CUDA version (such as +cu130)
@@ -1765,9 +1768,9 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        Before that, rename an earlier export (hf) if this start will train further. If the run is
-        not resumed (continues=False), all files in log_dir belong to a different run: rename its
-        export and its log.txt.
+        Before that, rename an earlier export (hf) if this start will train further. If this is a
+        new run (continues=False), an export or a log.txt in log_dir is from a different run that
+        has no checkpoints. Rename both.
         """
         if rank() != 0:
             return
@@ -1816,7 +1819,8 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        self.wait_for_save()  # it still reads the buffers. (If it fails, it prints the reason)
+        # The previous save still reads the buffers. (If it fails, it prints the reason itself)
+        self.wait_for_save()
         if self.can_resume_at(state.step):
             return
         with contextlib.suppress(OSError):
