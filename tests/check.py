@@ -97,8 +97,9 @@ PROMISES = {
     "effect": ("the edit has an effect",
         "Every loss is the same digit for digit as without the edit. Perhaps the edited code is "
         "never reached, something overwrites its result (for example init_weights(), which draws "
-        "initial weights), or it acts in later steps only. If the edit is meant to change only "
-        "speed or memory, this is as it should be."),
+        "initial weights), or it acts only in later steps, in a condition that did not occur, or "
+        "with a flag that you can add to this command. If the edit is meant to change only speed, "
+        "memory or samples, this is as it should be."),
     "begin": ("untouched weights begin as before",
         "Both versions have these parameters with the same shapes, but their initial values "
         "differ. If the edit is meant to change initial weights, this is as it should be. "
@@ -580,6 +581,8 @@ class Check:
         plan, half = self.plan, self.result("half")
         if plan.B == 1:
             raise Unchecked("B is 1, so it cannot be halved")
+        if not half.report["B_is_free"]:
+            raise Unchecked("B is not in FREE_TO_CHANGE, so it may affect training")
         if half.report["draws"]:
             raise Unchecked("forward() draws random numbers, which depend on B as those of dropout "
                             "do; switch them off to check B")
@@ -691,6 +694,27 @@ class Check:
             f"Compared with {self.plan.options.against} over {self.plan.options.steps} steps. "
             "Changes of constants that check.py sets itself, such as max_steps, do not show."))
 
+    def notes_about_metrics(self):
+        """Return notes on metrics that an edit has added and that depend on B or on processes."""
+        notes, plan = [], self.plan
+        pairs = [("base", "half", f"with B={plan.B}", f"with B={plan.half_B}")]
+        if not plan.no_processes:
+            pairs.append(("half", "two", "with one process", "with two processes"))
+        for first, second, in_one, in_two in pairs:
+            try:
+                one, two = self.result(first).log, self.result(second).log
+            except Failed:  # a verdict has said so
+                continue
+            for step, metric in sorted(one.keys() & two.keys()):
+                a, b = float(one[step, metric]), float(two[step, metric])
+                own = metric not in {*LOSSES, "norm", *self.unsteady}
+                if own and abs(a - b) > 0.01 * max(abs(a), abs(b)) and self.repeats:
+                    notes.append(f"{metric} is {a:g} {in_one} and {b:g} {in_two}, at step {step}. "
+                                 "If it should describe the whole step, take its mean over all "
+                                 "micro-batches and processes.")
+                    break
+        return notes if not plan.dropout else []
+
     def check_begin(self):
         mine, theirs = self.base.report["initial"], self.committed().report["initial"]
         differ = [name for name, (shape, crc) in mine.items()
@@ -727,7 +751,7 @@ def check(options):
             outcomes.append(verdict.outcome)
             show_progress("")
             print(in_words(promise, verdict), flush=True)
-    for note in setup["notes"] + checking.base.report["notes"]:
+    for note in setup["notes"] + checking.base.report["notes"] + checking.notes_about_metrics():
         print("\n".join(textwrap.wrap(f"Note: {note}", 100, subsequent_indent="    ")))
     if code_of_scripts() != code:
         raise Failed("A script was edited during the check. Run the check again.")
@@ -796,7 +820,8 @@ def train_and_report(t, train, run, job):
         noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(p.device)
         scale = max(job["nudge"], torch.finfo(p.dtype).eps)  # an edit may have 16-bit weights
         p.data.copy_(p.data.float() * (1 + scale * noise))
-    report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step}
+    report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step,
+              "B_is_free": "B" in t.FREE_TO_CHANGE}
     report["initial"] = {name: (list(p.shape), crc_of(p))
                          for name, p in run.state.raw_model.named_parameters()}
     rows = watch_forward_passes(run, report)
@@ -963,6 +988,14 @@ def notes_about_model(state, initial, with_gradient):
                 notes.append(f"self.{name} in {type(module).__name__} is a tensor, but neither a "
                              "parameter nor a buffer. So it is neither trained nor saved, nor "
                              "moved to the GPU.")
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            before = group.get("initial", group)
+            for name in before.keys() - {"lr", "initial"}:
+                if group[name] != before[name]:
+                    notes.append(f"training changes {name} in a parameter group of "
+                                 f"{type(optimizer).__name__} from {before[name]} to "
+                                 f"{group[name]} ({len(group['params'])} parameters).")
     mine, averaged = list(state.raw_model.parameters()), list(state.eval_model.parameters())
     if state.eval_model is not state.raw_model and len(mine) == len(averaged) and all(
             map(torch.equal, mine, averaged)):
