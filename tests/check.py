@@ -842,7 +842,7 @@ def train_and_report(t, train, run, job):
         report["trained"] = {name: crc_of(p) for name, p in run.state.raw_model.named_parameters()}
         if run.state.optimizers != optimizers:  # new ones were not watched
             with_gradient = report["initial"]
-        report["notes"] = notes_about_model(run.state, report["initial"], with_gradient)
+        report["notes"] = notes_about_model(run.state, report, with_gradient)
         for loader in loaders:
             both = training_and_validation(t, run, loader, rows)
             if loader is not run.val_loader and both["equal_rows"] > 0.05 * both["rows"]:
@@ -970,35 +970,37 @@ def notes_about_schedules(t, cfg):
         pass
     return notes
 
-def notes_about_model(state, initial, with_gradient):
-    """Return notes on the trained model. initial: {name: (shape, checksum)} of its parameters.
+def notes_about_model(state, report, with_gradient):
+    """Return notes on the trained model.
 
-    with_gradient: the names of the parameters that have got a gradient.
+    report: with "initial" and "changed". with_gradient: the names of the parameters that have got a
+    gradient.
     """
     notes = []
     for name, p in state.raw_model.named_parameters():
         if p.requires_grad and name not in with_gradient:
-            changed = crc_of(p) != initial[name][1]
+            changed = crc_of(p) != report["initial"][name][1]
             notes.append(f"{name} got no gradient in any step" + (
                 ", but it changed, for example by weight decay. To freeze it, set "
                 "requires_grad=False." if changed else ". It is not used, or it is detached."))
     for module in state.raw_model.modules():
         for name, value in vars(module).items():
-            if not name.startswith("_") and is_left_out(value):
-                notes.append(f"self.{name} in {type(module).__name__} is a tensor, but neither a "
-                             "parameter nor a buffer. So it is neither trained nor saved, nor "
-                             "moved to the GPU.")
+            label = f"self.{name} in {type(module).__name__}"
+            # A value that has changed is usually computed in forward()
+            if not name.startswith("_") and is_left_out(value) and label not in report["changed"]:
+                notes.append(f"{label} is a tensor, but neither a parameter nor a buffer. So it is "
+                             "neither trained nor saved, nor moved to the GPU.")
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             before = group.get("initial", group)
             for name in before.keys() - {"lr", "initial"}:
-                if group[name] != before[name]:
+                if group.get(name) != before[name]:
                     notes.append(f"training changes {name} in a parameter group of "
                                  f"{type(optimizer).__name__} from {before[name]} to "
-                                 f"{group[name]} ({len(group['params'])} parameters).")
+                                 f"{group.get(name)} ({len(group['params'])} parameters).")
     mine, averaged = list(state.raw_model.parameters()), list(state.eval_model.parameters())
     if state.eval_model is not state.raw_model and len(mine) == len(averaged) and all(
-            map(torch.equal, mine, averaged)):
+            map(torch.allclose, mine, averaged)):
         notes.append("eval_model has the same weights as raw_model at the end. If it should be an "
                      "average, check that it has begun and that it copies weights (clone()).")
     return list(dict.fromkeys(notes))[:8]  # each block gives the same note
