@@ -988,8 +988,10 @@ def notes_about_model(state, report, with_gradient):
             label = f"self.{name} in {type(module).__name__}"
             # A value that has changed is usually computed in forward()
             if not name.startswith("_") and is_left_out(value) and label not in report["changed"]:
-                notes.append(f"{label} is a tensor, but neither a parameter nor a buffer. So it is "
-                             "neither trained nor saved, nor moved to the GPU.")
+                notes.append(f"{label} holds a tensor that is neither a parameter nor a buffer of "
+                             "the model, so it is neither trained nor saved, nor moved to the GPU. "
+                             "Use nn.Parameter, nn.ModuleList or, for a constant, "
+                             "register_buffer().")
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             before = group.get("initial", group)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import types
+import zlib
 from collections import deque
 from unittest import mock
 
@@ -254,10 +255,11 @@ def finished(log, path, tensors, **report):
         "later_in_training": None, "cross_entropy": 4.0, "drawn": [1], "tokens": 512,
         "draws_without_grad": False, "seeds": False, "embedded": 512,
         "in_both": {"files": [], "rows": 40, "equal_rows": 2}, "val_data": [[16], [1]],
-        "initial": {"w": [[2], 7]}} | report)
+        "initial": {"w": [[2], 7]}, "trained": {"w": zlib.crc32(str(log).encode())},
+        "B_is_free": True} | report)
 
-def verdicts(folder, no_committed="no git", **runs):
-    """The outcomes of a check whose runs are alike, but for `runs`."""
+def stub_check(folder, no_committed="no git", **runs):
+    """Return a Check whose runs are alike, but for `runs`."""
     log = {(step, "train"): "4.0" for step in range(4)} | {(4, "val"): "4.0"}
     finished_runs = {}
     for name in ("base", "again", "continued", "nudged", "half", "two", "committed", "reloaded"):
@@ -268,7 +270,11 @@ def verdicts(folder, no_committed="no git", **runs):
         finished_runs[name] = finished(own | changes, folder / f"{name}.pt", tensors, **report)
     usual = plan()
     usual.no_processes = ""
-    checking = check.Check(usual, finished_runs.get, no_committed)
+    return check.Check(usual, finished_runs.get, no_committed)
+
+def verdicts(folder, no_committed="no git", **runs):
+    """Return the verdicts of a check whose runs are alike, but for `runs`."""
+    checking = stub_check(folder, no_committed, **runs)
     return {promise: checking.verdict(promise) for promise in check.PROMISES}
 
 @pytest.mark.parametrize("promise, runs, text", [
@@ -308,9 +314,11 @@ def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
     """An edit that only adds a metric, or only changes samples, has an effect. A metric that
     differs between equal runs is not compared. If equal runs differ, runs with another B are not
     compared."""
+    same = stub_check(tmp_path).base.report["trained"]
     for changes, report, text in ((({}), dict(drawn=[2]), "samples only"),
                                   ({(1, "balance"): "1.0"}, {}, "on balance only"),
                                   ({(1, "train"): "4.000001"}, {}, "within rounding"),
+                                  ({(1, "train"): "4.2"}, dict(trained=same), "losses only"),
                                   ({(1, "train"): "4.1"}, {}, "from step 1 on")):
         folder = tmp_path / text.split()[-2]
         folder.mkdir()
@@ -328,6 +336,79 @@ def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
         "BROKEN", "not checked", "not checked", "not checked", "not checked", "holds", "holds",
         "holds"]
     assert found["loss"].outcome == "not checked"
+
+def test_a_metric_that_depends_on_B_or_on_processes_is_noted(tmp_path):
+    """Only metrics that an edit has added are noted, and only if they differ by over 1 %."""
+    values = dict(base="1.0", half="1.005", two="1.1")
+    runs = {name: ({(1, "acc"): value, (1, "norm"): value}, {}) for name, value in values.items()}
+    note, = stub_check(tmp_path, **runs).notes_about_metrics()
+    assert note.startswith("acc is 1.005 with one process and 1.1 with two processes, at step 1.")
+
+def test_a_B_that_is_not_free_to_change_is_not_checked(tmp_path):
+    """README tells those whose loss depends on B to remove it from FREE_TO_CHANGE."""
+    found = verdicts(tmp_path, half=({(1, "train"): "4.1"}, dict(B_is_free=False)))
+    assert found["B"].outcome == "not checked" and "FREE_TO_CHANGE" in found["B"].detail
+
+def test_jumps_of_the_learning_rate_and_different_batches_are_noted():
+    """A usual schedule and equal batches give no note."""
+    cfg = train_gpt2.Config(T=4, total_batch_size=8, warmup_steps=2, max_steps=40)
+    assert check.notes_about_schedules(train_gpt2, cfg) == []
+    edited = types.SimpleNamespace(get_lr=lambda step, cfg: 1.0 if step < 30 else 0.5,
+                                   rows_of_step=lambda cfg, step: 20 if step == 9 else 2)
+    sizes, jump = check.notes_about_schedules(edited, cfg)
+    assert "8 at first, 8 at the end, and at most 80, in step 9" in sizes
+    assert "from 1.00e+00 in step 29 to 5.00e-01 in step 30" in jump
+
+class Unregistered(torch.nn.Module):
+    """A model that holds parts of which torch does not know, and parts that are right."""
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(2))
+        self.unused = torch.nn.Parameter(torch.ones(2))
+        self.decayed = torch.nn.Parameter(torch.ones(2))
+        self.frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+        self.register_buffer("constant", torch.ones(2))
+        self.gate, self.positions = torch.ones(2), torch.arange(2)
+        self.layers = [torch.nn.Linear(2, 1)]
+        self.teacher, self.last = [torch.nn.Linear(2, 1)], torch.ones(2)
+
+def test_parts_of_a_model_that_are_not_trained_are_noted():
+    """A buffer, a frozen parameter, a teacher in a list and a computed value give no note."""
+    model = Unregistered()
+    initial = {name: (list(p.shape), check.crc_of(p)) for name, p in model.named_parameters()}
+    adamw = torch.optim.AdamW([dict(params=[model.weight, model.decayed], weight_decay=0.1),
+                               dict(params=[model.unused], weight_decay=0.0)])
+    for group in adamw.param_groups:
+        train_gpt2.initial_values(group)
+    run = types.SimpleNamespace(state=types.SimpleNamespace(
+        raw_model=model, eval_model=model, optimizers=[adamw]))
+    with_gradient = check.watch_gradients(run)
+    model.layers[0](model.weight).sum().backward()
+    model.decayed.grad = torch.zeros(2)
+    adamw.step()
+    report = {"initial": initial, "changed": ["self.last in Unregistered"]}
+    notes = check.notes_about_model(run.state, report, with_gradient)
+    assert [note[:48] for note in notes] == [
+        "unused got no gradient in any step. It is not us",
+        "decayed got no gradient in any step, but it chan",
+        "self.gate in Unregistered holds a tensor that is",
+        "self.layers in Unregistered holds a tensor that "]
+    adamw.param_groups[1]["weight_decay"] = 0.1
+    note = check.notes_about_model(run.state, report, with_gradient)[-1]
+    assert note == ("training changes weight_decay in a parameter group of AdamW from 0.0 to 0.1 "
+                    "(1 parameters).")
+
+def test_an_average_that_equals_the_model_is_noted():
+    """A different model, or the model itself, gives no note."""
+    def notes(eval_model):
+        state = types.SimpleNamespace(raw_model=model, eval_model=eval_model, optimizers=[])
+        return check.notes_about_model(state, {"changed": []}, with_gradient={"table"})
+    model, other = Model(), Model()
+    model.skew = None
+    note, = notes(other)
+    assert note.startswith("eval_model has the same weights as raw_model")
+    other.table.data += 1
+    assert notes(model) == notes(other) == []
 
 class Model(torch.nn.Module):
     """Logits follow from the last token. generate() may add `skew` to them."""
@@ -539,9 +620,9 @@ def test_training_rows_that_are_validation_data_are_found(tmp_path):
     """A row is found at any token of the validation data, and files that are used for both."""
     val = np.arange(5000, dtype=np.uint16)
     def in_both(train, val, rows):
-        run = types.SimpleNamespace(train_loader=types.SimpleNamespace(shards=train),
-                                    val_loader=types.SimpleNamespace(shards=val))
-        return check.training_and_validation(train_gpt2, run, rows)
+        run = types.SimpleNamespace(train_loader=types.SimpleNamespace(shards=train))
+        loader = types.SimpleNamespace(shards=val)
+        return check.training_and_validation(train_gpt2, run, loader, rows)
     rows = [np.arange(start, start + 32) for start in (0, 7, 4968, 4969, 6000)]
     short = np.arange(31)
     assert in_both([val], [val], [*rows, short]) == {"files": [], "rows": 5, "equal_rows": 3}
