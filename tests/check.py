@@ -118,8 +118,8 @@ KILLED = 9  # exit status of a run that was to be killed
 LAST_CHECKPOINT = object()  # init_from of a run: the last checkpoint of the run before it
 LOSSES = ("train", "val", "hella")
 # To find out whether validation data is trained on: the shortest row in tokens, since shorter ones
-# may be equal by chance, how many rows to compare, and how much of the validation data
-SHORTEST_ROW, MOST_ROWS, MOST_TOKENS = 32, 320, 2**20
+# may be equal by chance, how many rows to compare, and in how many tokens of a file to search
+SHORTEST_ROW, MOST_ROWS, MOST_TOKENS = 32, 320, 2**21
 TIMES = re.compile(  # metrics that always differ, for example data_ms
     "minute|second|time|speed|tok/s|tokens_per|memory|"
     "(?<![a-z])(sec|ms|us|mem|[kmg]i?b|tps|mfu)(?![a-z])", re.I)
@@ -643,9 +643,12 @@ class Check:
         both = self.base.report["in_both"]
         if both["files"]:
             return broken("a file is used for both", f"It is {both['files'][0]}.")
+        # A text may repeat itself, so a few equal rows do not show anything
+        if both["equal_val_rows"] > 0.2 * both["val_rows"]:
+            return broken("the validation data is part of the training data",
+                          f"{both['equal_val_rows']} of {both['val_rows']} validation rows are.")
         if not both["rows"]:
             raise Unchecked(f"rows of less than {SHORTEST_ROW} tokens may be equal by chance")
-        # A text may repeat itself, so a few equal rows do not show anything
         if both["equal_rows"] > 0.05 * both["rows"]:
             return broken("training rows are part of the validation data",
                           f"{both['equal_rows']} of {both['rows']} training rows are.")
@@ -851,6 +854,10 @@ def train_and_report(t, train, run, job):
                     f"{both['equal_rows']} of {both['rows']} training rows are part of it.")
         with torch.no_grad(), run.autocast():
             report |= examine(run, tolerance=job["examine"])
+        if report["modes"] and not run.cfg.dropout:
+            report["notes"].append(
+                f"logits in training mode and in eval mode differ by up to {report['modes']:.2g}. "
+                "Validation, samples and the export use the model in eval mode.")
     if os.environ.get("RANK", "0") == "0":
         Path(job["folder"], "report.json").write_text(json.dumps(report))
 
@@ -917,19 +924,30 @@ def training_and_validation(t, run, loader, rows):
     """Return what training and the validation with a loader have in common.
 
     {"files": names of shards in both, "rows": the number of training rows that were compared,
-    "equal_rows": how many of them are part of the validation data}. rows: arrays (T,) of token ids.
+    "equal_rows": how many of them are part of the validation data, "val_rows" and "equal_val_rows":
+    the same for validation rows and the training data}. rows: arrays (T,) of token ids.
     """
     def paths(loader):
         return {str(shard) for shard in loader.shards if isinstance(shard, Path)}
-    files, rows = [], [row for row in rows if len(row) >= SHORTEST_ROW]
+
+    def first_tokens(loader):
+        return t.open_shard(loader.shards[0])[:MOST_TOKENS].astype(np.uint32)
+    rows, val_rows = [row for row in rows if len(row) >= SHORTEST_ROW], []
+    files, training, validation = [], np.zeros(0, np.uint32), np.zeros(0, np.uint32)
     try:
         files = sorted(paths(run.train_loader) & paths(loader))
-        texts = [t.open_shard(shard)[:MOST_TOKENS].astype(np.uint32).tobytes()
-                 for shard in loader.shards[:1]]
+        training, validation = first_tokens(run.train_loader), first_tokens(loader)
+        starts = np.linspace(0, max(0, len(validation) - SHORTEST_ROW), 50, dtype=int)
+        val_rows = [validation[start:start + SHORTEST_ROW] for start in starts]
     except Exception:  # an edit may have changed the loaders
-        texts, rows = [], []
-    equal = sum(is_part(row.astype(np.uint32).tobytes(), text) for row in rows for text in texts)
-    return {"files": files, "rows": len(rows), "equal_rows": equal}
+        rows = []
+    return {"files": files, "rows": len(rows), "equal_rows": count_parts(rows, validation),
+            "val_rows": len(val_rows), "equal_val_rows": count_parts(val_rows, training)}
+
+def count_parts(rows, tokens):
+    """Return how many of the rows, arrays of token ids, are part of `tokens` (uint32)."""
+    text = tokens.tobytes()
+    return sum(is_part(row.astype(np.uint32).tobytes(), text) for row in rows)
 
 def is_part(ids, text):
     """Return whether ids occur in a text. Both are the bytes of an array of uint32."""
@@ -1057,7 +1075,8 @@ def examine(run, tolerance):
     """Return what check.py wants to know about the trained model.
 
     {"samples": a problem or None, "drawn": token ids, "later": see leak_problem(), "val_data": see
-    validation_data(), "cross_entropy": loss, "later_in_training": as "later", in training mode}
+    validation_data(), "cross_entropy": loss, "later_in_training": as "later", in training mode,
+    "modes": how far the logits in training mode are from those in eval mode}
 
     An edited generate() or forward() may raise anything, so errors become texts.
     """
@@ -1081,12 +1100,16 @@ def examine(run, tolerance):
         report["cross_entropy"] = cross_entropy(run, model)
     except Exception as e:
         report["cross_entropy"] = f"{type(e).__name__}: {e}"
-    run.state.raw_model.train()  # late, because a forward pass may change buffers
+    raw_model, report["modes"] = run.state.raw_model, 0.0
     try:
-        report["later_in_training"] = leak_problem(run.state.raw_model, x, tolerance / 10)
+        logits = raw_model(x)[0].float()
+        raw_model.train()  # late, because a forward pass may change buffers
+        report["later_in_training"] = leak_problem(raw_model, x, tolerance / 10)
+        gap = (raw_model(x)[0].float() - logits).abs().max().item()
+        report["modes"] = gap if gap > tolerance * max(1.0, logits.abs().max().item()) else 0.0
     except Exception as e:
         report["later_in_training"] = f"{type(e).__name__}: {e}"
-    run.state.raw_model.eval()
+    raw_model.eval()
     report["samples"] = report["samples"] or sample_problem_if_sharpened(model, x, T, tolerance)
     return report
 
@@ -1155,9 +1178,13 @@ def leak_problem(model, x, tolerance):
     return None
 
 def validation_data(run):
-    """Return the source of the validation data and checksums of its first rows, or None."""
+    """Return the source of the validation data and checksums of its rows, or None.
+
+    Of a large corpus, only the first million tokens are included.
+    """
     try:
-        batch = run.val_loader.batch(0, min(16, run.val_loader.rows_per_epoch), run.device)
+        n_rows = min(run.val_loader.rows_per_epoch, max(1, 2**20 // run.cfg.T))
+        batch = run.val_loader.batch(0, n_rows, run.device)
         source = [run.cfg.T, run.cfg.encoding, Path(run.cfg.data).name]
         return [source, [crc_of(part) for part in batch]]
     except Exception:  # an edit may give batch() other arguments

@@ -247,6 +247,8 @@ def test_which_runs_are_planned(monkeypatch):
     assert "two cores" in plan().no_processes
     assert "GPUs" in plan(words=["--device=cuda:1"], device="cuda").no_processes
 
+BOTH = {"files": [], "rows": 40, "equal_rows": 2, "val_rows": 50, "equal_val_rows": 10}
+
 def finished(log, path, tensors, **report):
     """Return a finished run, with a checkpoint that is written to `path`."""
     torch.save(tensors, path)
@@ -254,7 +256,7 @@ def finished(log, path, tensors, **report):
         "changed": [], "draws": False, "step": 2, "samples": None, "later": None,
         "later_in_training": None, "cross_entropy": 4.0, "drawn": [1], "tokens": 512,
         "draws_without_grad": False, "seeds": False, "embedded": 512,
-        "in_both": {"files": [], "rows": 40, "equal_rows": 2}, "val_data": [[16], [1]],
+        "in_both": BOTH, "val_data": [[16], [1]],
         "initial": {"w": [[2], 7]}, "trained": {"w": zlib.crc32(str(log).encode())},
         "B_is_free": True} | report)
 
@@ -294,8 +296,9 @@ def verdicts(folder, no_committed="no git", **runs):
     ("later", dict(base=({}, dict(later_in_training=["logits change", "x"]))), "in training mode"),
     ("draws", dict(base=({}, dict(seeds=True))), "seeds torch's generator"),
     ("tokens", dict(base=({}, dict(embedded=511))), "given 511 token ids, and State.tokens co"),
-    ("apart", dict(base=({}, dict(in_both={"files": [], "rows": 40, "equal_rows": 3}))), "3 of 40"),
-    ("apart", dict(base=({}, dict(in_both={"files": ["a.npy"], "rows": 0}))), "It is a.npy"),
+    ("apart", dict(base=({}, dict(in_both=BOTH | {"equal_rows": 3}))), "3 of 40"),
+    ("apart", dict(base=({}, dict(in_both=BOTH | {"equal_val_rows": 11}))), "11 of 50 validation"),
+    ("apart", dict(base=({}, dict(in_both=BOTH | {"files": ["a.npy"]}))), "It is a.npy"),
     ("loss", dict(base=({}, dict(cross_entropy=3.9))), "3.900000"),
     ("loss", dict(committed=({}, dict(val_data=[[16], [2]]))), "other inputs or targets"),
     ("effect", dict(), "no effect on training"),
@@ -625,7 +628,10 @@ def test_training_rows_that_are_validation_data_are_found(tmp_path):
         return check.training_and_validation(train_gpt2, run, loader, rows)
     rows = [np.arange(start, start + 32) for start in (0, 7, 4968, 4969, 6000)]
     short = np.arange(31)
-    assert in_both([val], [val], [*rows, short]) == {"files": [], "rows": 5, "equal_rows": 3}
+    found = in_both([val], [val], [*rows, short])
+    assert (found["files"], found["rows"], found["equal_rows"]) == ([], 5, 3)
+    assert found["val_rows"] == found["equal_val_rows"] == 50
+    assert in_both([val[:2500]], [val], [])["equal_val_rows"] == 25
     one, two = tmp_path / "1.npy", tmp_path / "2.npy"
     np.save(one, val)
     np.save(two, val + 1)
