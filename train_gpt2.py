@@ -126,8 +126,8 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", compile=False)
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
-# shape and the encoding. Unless you add max_lr and T here, set_by_weights() derives them from the
-# size of the model
+# shape and the encoding. Unless you add max_lr and T here, constants_from_weights() derives them
+# from the size of the model
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
@@ -144,9 +144,9 @@ PLACEHOLDER = 2.0**17  # no real weight is this large
 def draw_later(layer, std=0.02):
     """Fill a layer's weight with placeholders. init_weights() later draws Normal(0, std).
 
-    Set the layer's bias to 0. Return the layer. After this call, a module may still set all or some
-    elements of the weight itself. It must not scale or copy the weight, because it would scale or
-    copy placeholders. (check_parameters() raises an error if a placeholder was changed or copied.)
+    Set the layer's bias to 0. Return the layer. Elements of the weight that you set to other values
+    after this call keep them, since only placeholders are replaced. Do not scale or copy the weight
+    before it is drawn. (check_parameters() raises an error if a placeholder was changed or copied.)
     """
     nn.init.constant_(layer.weight, PLACEHOLDER)
     layer.weight.init_std = std
@@ -498,9 +498,9 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
-        # Set average to momentum * average + (1 - momentum) * p.grad
+        # a.lerp(b, w) is (1 - w) * a + w * b. So both lines compute
+        # momentum * average + (1 - momentum) * p.grad, the second one with the new average
         average.lerp_(p.grad, 1 - momentum)
-        # With this new average, compute momentum * average + (1 - momentum) * p.grad once more
         return p.grad.lerp(average, momentum).to(self.dtype)
 
     @torch.no_grad()
@@ -717,7 +717,7 @@ def due(every, run):
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
 
 def train(run):
-    """Repeat: save, evaluate, take a step. End after max_steps steps or a signal.
+    """Repeat: save, evaluate, take a step. After max_steps steps or a signal, finish the run.
 
     Steps are counted from 0. An evaluation that is logged as step n shows the model after n steps,
     so it comes before the training loss of step n.
@@ -1256,7 +1256,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     weights = find_weights(cfg, checkpoint)
     weights_line = ""
     if weights:
-        constants = set_by_weights(weights, preset_name, flags)
+        constants = constants_from_weights(weights, preset_name, flags)
         check_flags_against_weights(flags, constants, weights)
         weights_line = "\n" + describe_weights(weights, constants, cfg_without_weights=cfg)
         cfg = replace(cfg, **constants)
@@ -1323,8 +1323,8 @@ def find_weights(cfg, checkpoint):
         return read_weights(cfg.log_dir)
     return None
 
-def set_by_weights(weights, preset_name, flags):
-    """Return {name: value} of the constants of Config that weights set.
+def constants_from_weights(weights, preset_name, flags):
+    """Return {name: value} of the constants in Config that the weights determine.
 
     They always set the model's constants, except dropout, and, if it is known, the encoding. In
     FINETUNE they also set max_lr and T, unless FINETUNE or a flag sets these.
@@ -1360,7 +1360,7 @@ def describe_preset(preset_name, cfg):
 def describe_weights(weights, constants, cfg_without_weights):
     """Return a description of the weights: their source and the constants that they change.
 
-    constants: what set_by_weights() returned.
+    constants: what constants_from_weights() returned.
     """
     before = asdict(cfg_without_weights)
     changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in constants.items()
@@ -1470,12 +1470,13 @@ def pick_device(name):
     """
     # Often the driver is too old for the CUDA version that torch was built for. torch.__version__
     # ends with this CUDA version (such as +cu130)
-    no_gpu = f"torch {torch.__version__} sees no GPU. Install a newer driver, or {OTHER_TORCH}"
+    no_gpu_message = (f"torch {torch.__version__} sees no GPU. Install a newer driver, or "
+                      f"{OTHER_TORCH}")
     if name == "auto":
         mps = torch.backends.mps.is_available() and world_size() == 1  # gloo cannot use MPS tensors
         name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
         if name == "cpu" and shutil.which("nvidia-smi"):
-            print0(f"!!! Training on the CPU: {no_gpu}")
+            print0(f"!!! Training on the CPU: {no_gpu_message}")
     if name == "cuda":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if not re.fullmatch(r"cpu|mps|cuda:\d+", name):
@@ -1483,7 +1484,7 @@ def pick_device(name):
     device = torch.device(name)
     if device.type == "cuda":
         if not torch.cuda.is_available():
-            raise UserError(f"device={name}: {no_gpu}")
+            raise UserError(f"device={name}: {no_gpu_message}")
         check_gpu(device)
         torch.cuda.set_device(device)
         torch.set_float32_matmul_precision("high")  # TF32
@@ -1768,9 +1769,9 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        Before that, rename an earlier export (hf) if this start will train further. If this is a
-        new run (continues=False), an export or a log.txt in log_dir is from a different run that
-        has no checkpoints. Rename both.
+        Keep outdated files under new names: an earlier export (hf) if the model will be trained
+        further, and, in a new run (continues=False), the export and the log.txt of a different run
+        that has left no checkpoints.
         """
         if rank() != 0:
             return
@@ -2386,12 +2387,12 @@ def export(run):
     """Export a model to log_dir/hf. If that is not possible, print the reason."""
     path = run.folder.path
     try:
-        checkpoint = checkpoint_to_use(path)
-        if checkpoint:
-            content = read_checkpoint(checkpoint)
+        checkpoint_path = checkpoint_to_use(path)
+        if checkpoint_path:
+            content = read_checkpoint(checkpoint_path)
         else:  # a new model with max_steps=0 has no checkpoint
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
-        weights = weights_in_checkpoint(content, str(checkpoint or "the model"))
+        weights = weights_in_checkpoint(content, str(checkpoint_path or "the model"))
         model = trained_model(run.cfg, run.encoding, weights)
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and hellaswag.py")
