@@ -458,13 +458,13 @@ def end_at_once(signal_number, frame):
 def start_workers(nprocs, encoding_name):
     """Return nprocs new Workers, which never receive STOP_SIGNALS.
 
-    Meanwhile, such a signal must not end the main process, because a worker that is still starting
-    would then print a traceback. Therefore a handler only records the signal, and it is raised
-    again when all workers have been started.
+    A worker inherits the blocked signals of the thread that starts it, and keeps them blocked. So
+    this thread blocks STOP_SIGNALS while it starts the workers.
 
-    Handlers are not inherited by the workers, but blocked signals are. Therefore the signals are
-    also blocked in this thread. (This alone would not protect the main process: the system would
-    deliver a signal to another thread, because libraries have started some.)
+    During this time, the main process must not end, because a worker that is still starting would
+    print a traceback. Blocking does not prevent that, since the system may deliver a signal to
+    another thread of a library. So there is also a handler, which records a signal. It is raised
+    again when all workers have been started.
     """
     arrived, handlers = [], {}
     for number in STOP_SIGNALS:
@@ -541,11 +541,12 @@ def settings_of(cfg, files, shards):
     """Return {name: value} for everything that determines the content of these Shards.
 
     These are shard_size, encoding, and the names and sizes of all files up to the one in which the
-    last shard ends. Later files may be added or changed before the next run. (If the shards reach
-    the end of the corpus, there are no later files: adding one is a change.)
+    last shard ends. Later files may be added or changed before the next run.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
+    # If the shards reach the end of the corpus, this is one more than the number of files. A file
+    # that is added at the end then counts as a change.
     n_used = shards[-1].end.file_number + 1 if shards else 0
     for number, (url, size) in enumerate(files[:n_used]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"

@@ -343,7 +343,8 @@ def build_model(cfg, config):
     """Return a GPT with initial weights. cfg is the Config of the run, config is a GPTConfig.
 
     If the weights come from elsewhere, the caller loads them afterwards: from init_from, from the
-    checkpoint of a resumed run, or from the checkpoint to sample from or to export.
+    checkpoint of a resumed run, or from the checkpoint to sample from or to export. So do not copy
+    weights here, for example as an anchor for fine-tuning. Do that in State.__post_init__.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
@@ -642,15 +643,16 @@ def read_step(run):
 def loss_weights(batches):
     """Return the weight of each micro-batch in the mean loss of a step, as a tensor.
 
-    backward() adds the gradients of the micro-batches up, so each loss is divided by the number of
-    micro-batches to get the mean. The processes need no weights, since DDP averages over them.
+    Each weight is 1 / len(batches), because backward() adds the gradients of the micro-batches up.
+    (DDP takes care of the mean over the processes.)
 
-    For edits: if an edit of read_step() sets targets to -100, the micro-batches count in proportion
-    to their numbers of remaining targets, so that the mean over all targets stays exact.
+    For edits: if an edit of read_step() sets targets to -100, a weight is proportional to the
+    number of targets that are left in the micro-batch, so that the mean over all targets of all
+    processes stays exact.
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    n_targets_per_process = sum_over_ranks(n_targets.sum()) / world_size()
-    return n_targets / n_targets_per_process  # 1 / len(batches), unless targets are masked
+    mean_over_processes = sum_over_ranks(n_targets.sum()) / world_size()
+    return n_targets / mean_over_processes
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
@@ -696,12 +698,13 @@ def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
     A group that configure_optimizers() built with max_lr gets the learning rate of get_lr(). A
-    group that was built with a different one, such as Muon's, follows the same curve, scaled.
+    group that was built with a different one, such as Muon's, follows the same curve, scaled. (The
+    "initial" values are those that configure_optimizers() has set.)
     """
+    remember_initial_values(state.optimizers)  # For edits: of an optimizer that replaces another
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # initial_values() returns what configure_optimizers() has set
-            group["lr"] = initial_values(group)["lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -776,8 +779,6 @@ def checkpoint_of(state, cfg, fingerprint):
 def content_of(value):
     """Return the form in which a checkpoint stores an attribute of State."""
     if isinstance(value, torch.optim.Optimizer):
-        for group in value.param_groups:
-            initial_values(group)  # stores them, if this is the first call
         content = value.state_dict()
         content["class"] = type(value).__name__
         groups = content["param_groups"]
@@ -789,15 +790,17 @@ def content_of(value):
         return [content_of(part) for part in value]
     return value
 
-def initial_values(group):
-    """Return the hyperparameters of an optimizer group, such as lr, as the code set them.
+def remember_initial_values(optimizers):
+    """Store in each optimizer group, as group["initial"], its hyperparameters, such as lr.
 
-    The first call, before training has changed any of them, stores them in group["initial"].
+    build_state() calls this when configure_optimizers() has set them and before training changes
+    any. A group that already has "initial" is left unchanged.
     """
-    if "initial" not in group:
-        group["initial"] = {name: value for name, value in group.items()
-                            if name not in ("params", "param_names")}
-    return group["initial"]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if "initial" not in group:
+                group["initial"] = {name: value for name, value in group.items()
+                                    if name not in ("params", "param_names")}
 
 def without_initial_values(group):
     """Return an optimizer group without the hyperparameters that still have their initial value.
@@ -807,7 +810,8 @@ def without_initial_values(group):
     example a step count that an optimizer stores in its groups. (This includes lr, but
     step_optimizers() computes it again before each step.)
     """
-    initial, rest = group["initial"], {}
+    # For edits: an optimizer that has just replaced another has no "initial" before its first step
+    initial, rest = group.get("initial", {}), {}
     for name, value in group.items():
         has_initial_value = name in initial and value == initial[name]
         if name != "initial" and not has_initial_value:
@@ -824,9 +828,10 @@ def restore_state(state, saved):
     """Restore State's attributes from what state.state_dict() returned.
 
     An attribute that is_stateful() is loaded in place, and any other one is replaced. If `saved`
-    lacks an attribute of the second kind, it keeps its initial value. An attribute that only
-    `saved` has is added, since an edit of the training step may have created it. Raise ValueError
-    if `saved` lacks the content of a stateful attribute, or has one that State does not have.
+    lacks an attribute of the second kind, it keeps its initial value. A number, text, tensor or
+    list that only `saved` has is added, since an edit of the training step may have created it.
+    Raise ValueError for a dict that only `saved` has, since it is probably the state_dict() of an
+    object that the code no longer creates, and for a stateful attribute that `saved` lacks.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
@@ -837,7 +842,6 @@ def restore_state(state, saved):
         if is_stateful(value):
             load_object(value, content)
         elif isinstance(content, dict) and not isinstance(value, dict):
-            # Probably the state_dict() of an object that an edit has removed from State
             raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
                              "State has none when it is created")
         else:
@@ -866,10 +870,10 @@ def load_optimizer(optimizer, content):
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
         raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
-    groups = optimizer.state_dict()["param_groups"]  # as in the code
-    for group, changed_by_training in zip(groups, content["param_groups"], strict=True):
-        initial_values(group)  # stores them, if this is the first call
-        group.update(changed_by_training)
+    # The saved groups lack hyperparameters that training did not change. They come from the code
+    groups_of_code = optimizer.state_dict()["param_groups"]
+    groups = [of_code | saved
+              for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
     optimizer.load_state_dict(content | {"param_groups": groups})
 
 # ---- Reading a run's folder. Files may be damaged, or may come from an older version of this
@@ -1147,7 +1151,9 @@ def model_config(cfg, encoding, weights=None):
     shared = asdict(GPTConfig()).keys() & asdict(cfg).keys()
     constants = {name: getattr(cfg, name) for name in shared}
     if weights is not None:
-        return config_for_weights(weights, constants)
+        # The weights determine their constants, except dropout. The others are new in the code
+        names = {"dropout", *(constants.keys() - weights.gpt_config.keys())}
+        return config_for_weights(weights, {name: constants[name] for name in names})
     return GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
                      n_vocab=encoding.n_vocab, **constants)
 
@@ -1933,12 +1939,16 @@ def set_up(cfg, device, weights=None, checkpoint=None):
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
     if weights:
         check_weights_fit(weights, cfg, encoding)
-    cfg = replace(cfg, max_steps=final_max_steps(cfg, device, loaders, weights, checkpoint))
+    gpt_config = model_config(cfg, encoding, weights)
+    if checkpoint:
+        weights = None  # they are not loaded, because the State in the checkpoint contains its own
+    max_steps = final_max_steps(cfg, gpt_config, device, loaders, weights, checkpoint)
+    cfg = replace(cfg, max_steps=max_steps)
     check_rows_of_steps(cfg)
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
-    run = build_run(cfg, device, loaders, weights, checkpoint, folder)
+    run = build_run(cfg, gpt_config, device, loaders, weights, checkpoint, folder)
     catch_signals(run.signal_came)
     warnings = warnings_about(run, checkpoint)
     folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
@@ -1946,7 +1956,7 @@ def set_up(cfg, device, weights=None, checkpoint=None):
     print0("\n".join(lines))
     return run
 
-def final_max_steps(cfg, device, loaders, weights, checkpoint):
+def final_max_steps(cfg, gpt_config, device, loaders, weights, checkpoint):
     """Return max_steps. With `minutes`, it depends on the speed, and with `epochs`, on the data.
 
     If a run is resumed with the same `minutes`, it keeps the max_steps that was measured before.
@@ -1955,7 +1965,7 @@ def final_max_steps(cfg, device, loaders, weights, checkpoint):
     if cfg.minutes and before.get("minutes") == cfg.minutes:
         return before["max_steps"]
     if cfg.minutes:
-        return steps_that_fit(cfg, device, loaders, weights)
+        return steps_that_fit(cfg, gpt_config, device, loaders, weights)
     if cfg.epochs:
         train_loader, _ = loaders
         return steps_for_epochs(cfg, train_loader.rows_per_epoch)
@@ -1968,13 +1978,13 @@ def steps_for_epochs(cfg, rows_per_epoch):
         max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
     return max_steps
 
-def steps_that_fit(cfg, device, loaders, weights):
+def steps_that_fit(cfg, gpt_config, device, loaders, weights):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
     The trial steps train a Run of their own, which is thrown away. It has no folder.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
-    run = build_run(replace(cfg, hellaswag_every=0), device, loaders, weights)
+    run = build_run(replace(cfg, hellaswag_every=0), gpt_config, device, loaders, weights)
     seconds = []
     for _ in range(20):
         start = time.perf_counter()
@@ -2001,18 +2011,18 @@ def check_weights_fit(weights, cfg, encoding):
                         f"encoding={cfg.encoding} has {encoding.n_vocab} and T={cfg.T}: change "
                         "--encoding or --T.")
 
-def build_run(cfg, device, loaders, weights=None, checkpoint=None, folder=None):
+def build_run(cfg, gpt_config, device, loaders, weights=None, checkpoint=None, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
 
-    loaders: the training loader and the validation loader. weights, checkpoint: what
-    resolve_config() returned.
+    loaders: the training loader and the validation loader. weights: those to load into the new
+    model. checkpoint: the one from which the run is resumed.
     """
     train_loader, val_loader = loaders
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, model_config(cfg, encoding, weights)).to(device)
-    if weights and not checkpoint:
+    raw_model = build_model(cfg, gpt_config).to(device)
+    if weights:
         load_weights(raw_model, weights)  # For edits: change these weights after this line
     state = build_state(raw_model, cfg, dtype)
     if checkpoint:
@@ -2033,6 +2043,7 @@ def build_state(raw_model, cfg, dtype):
     """
     muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
     optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
+    remember_initial_values(optimizers)
     check_parameters(raw_model, optimizers)
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)

@@ -27,6 +27,7 @@ import tempfile
 import textwrap
 import threading
 import time
+import traceback
 import zlib
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
@@ -260,15 +261,15 @@ def error_of(folder, status):
     text = "\n".join(path.read_text(errors="replace") for path in paths)  # first failure first
     if own := re.search(r"^train_gpt2\.py: .+", text, re.M):  # a message of the script itself
         return own[0]
-    if traceback := re.search(r"^Traceback .*?\n(\w[^\n]*)", text, re.S | re.M):
-        return "\n".join([*places_in_scripts(traceback[0])[-1:], traceback[1][:300]])
+    if found := re.search(r"^Traceback .*?\n(\w[^\n]*)", text, re.S | re.M):
+        return "\n".join([*places_in_scripts(found[0])[-1:], found[1][:300]])
     abort = re.search(r"^ *what\(\): +(.+)", text, re.M)  # by a C++ library, such as gloo
     return abort[1][:300] if abort else f"The process ended with status {status}."
 
-def places_in_scripts(traceback):
+def places_in_scripts(text):
     """Return the lines of the user's code in a traceback, for example "x.py, line 7, in f: ..."."""
     names = [path.name for path in SCRIPTS.glob("*.py")]
-    places = re.findall(r'^  File "(.+)", (line \d+.*)\n    (.+)', traceback, re.M)
+    places = re.findall(r'^  File "(.+)", (line \d+.*)\n    (.+)', text, re.M)
     return [f"{Path(path).name}, {place}: {code.strip()}" for path, place, code in places
             if Path(path).name in names]
 
@@ -693,9 +694,20 @@ class Check:
             return holds(f"on {difference.metric} only; the losses are the same digit for digit")
         if self.base.report["drawn"] != committed.report["drawn"]:
             return holds("on samples only; the losses are the same digit for digit")
-        return broken("it has no effect on training", (
+        new = ", ".join(f"--{name}=..." for name in sorted(
+            self.base.report["constants"].keys() - committed.report["constants"].keys()))
+        setting = f"The edit adds a setting. If it switches the edit on, give it: {new}"
+        return broken("it has no effect on training", setting if new else "", (
             f"Compared with {self.plan.options.against} over {self.plan.options.steps} steps. "
             "Changes of constants that check.py sets itself, such as max_steps, do not show."))
+
+    def own_notes(self):
+        """Return notes on values that are not saved, and on metrics that differ between runs."""
+        notes, changed = [], ", ".join(self.base.report["changed"])
+        if changed:
+            notes.append(f"this changed during training and is not saved: {changed}. If later "
+                         "steps depend on it, make it an attribute of State.")
+        return notes + self.notes_about_metrics()
 
     def notes_about_metrics(self):
         """Return notes on metrics that an edit has added and that depend on B or on processes."""
@@ -754,7 +766,7 @@ def check(options):
             outcomes.append(verdict.outcome)
             show_progress("")
             print(in_words(promise, verdict), flush=True)
-    for note in setup["notes"] + checking.base.report["notes"] + checking.notes_about_metrics():
+    for note in setup["notes"] + checking.base.report["notes"] + checking.own_notes():
         print("\n".join(textwrap.wrap(f"Note: {note}", 100, subsequent_indent="    ")))
     if code_of_scripts() != code:
         raise Failed("A script was edited during the check. Run the check again.")
@@ -1018,6 +1030,12 @@ def notes_about_model(state, report, with_gradient):
                     notes.append(f"training changes {name} in a parameter group of "
                                  f"{type(optimizer).__name__} from {before[name]} to "
                                  f"{group.get(name)} ({len(group['params'])} parameters).")
+    weights = {p.data_ptr() for p in state.raw_model.parameters()}
+    for name, content in state.state_dict().items():
+        own = name not in ("raw_model", "optimizers", "scaler")
+        if own and any(part.data_ptr() in weights for _, part in tensors_of(content)):
+            notes.append(f"State.{name} holds the weights of raw_model themselves, so it changes "
+                         "with them. To keep earlier weights, copy them with clone().")
     mine, averaged = list(state.raw_model.parameters()), list(state.eval_model.parameters())
     if state.eval_model is not state.raw_model and len(mine) == len(averaged) and all(
             map(torch.allclose, mine, averaged)):
@@ -1049,6 +1067,10 @@ def unsaved_values(t, run):
         for name in vars(thing).keys() - usual:
             label = f"self.{name} in {type(thing).__name__}"
             values.setdefault(label, []).append(fingerprint(getattr(thing, name)))
+        for name in vars(type(thing)).keys() - {"__dict__", "__weakref__"}:  # of the class
+            values[f"{type(thing).__name__}.{name}"] = fingerprint(getattr(type(thing), name, None))
+    for name in vars(run.train_loader).keys() - {"last_shard", "last_tokens"}:
+        values[f"{name} in the training loader"] = fingerprint(getattr(run.train_loader, name))
     for name in vars(run).keys() - {"step_seconds", "told_slow"}:
         values[f"run.{name}"] = fingerprint(getattr(run, name))
     for name in vars(t).keys() - {"__builtins__"}:
@@ -1088,9 +1110,11 @@ def examine(run, tolerance):
         for prompt in (x[:, :T // 4], x[:, n // 2:]):  # the second continuation exceeds the context
             report["samples"] = report["samples"] or sample_problem(model, prompt, n, T, tolerance)
         torch.manual_seed(0)
-        report["drawn"] = model.generate(x[:, :1], n, temperature=0.8, top_k=20).tolist()
+        # A high temperature shows an edit that leaves out unlikely tokens
+        report["drawn"] = model.generate(x[:1, :1].repeat(8, 1), 64, temperature=1.5).tolist()
     except Exception as e:
-        report["samples"] = ["generate() stops with an error", f"{type(e).__name__}: {e}"]
+        place = "\n".join(places_in_scripts(traceback.format_exc())[-1:])
+        report["samples"] = ["generate() stops with an error", f"{place}\n{type(e).__name__}: {e}"]
     try:
         report["later"] = leak_problem(model, x, tolerance / 10)
     except Exception as e:

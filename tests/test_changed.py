@@ -266,7 +266,9 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
         model, scaler = small(), torch.amp.GradScaler("cpu", enabled=False)
         embeddings, *others = model.parameters()
         groups = [dict(params=others), dict(params=[embeddings], lr=cfg.max_lr / 100)]
-        return t.State(model, [torch.optim.SGD(groups, lr=cfg.max_lr)], scaler)
+        optimizers = [torch.optim.SGD(groups, lr=cfg.max_lr)]
+        t.remember_initial_values(optimizers)
+        return t.State(model, optimizers, scaler)
     cfg = t.Config(T=32, B=4, total_batch_size=128)
     run = stub_run(small(), cfg, ids(T=33))
     run.state = state()
@@ -293,6 +295,7 @@ def muon_state(saved=None, **in_group):
     """
     optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
     optimizers[1].param_groups[0].update(in_group)
+    t.remember_initial_values(optimizers)
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
     if saved:
         state.load_state_dict(saved)
@@ -307,7 +310,6 @@ def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
         """Return what a checkpoint of the state contains."""
         return copy.deepcopy(t.copy_to_host(state.state_dict(), {})[0])
     state = muon_state(k=0)
-    state.state_dict()  # build_state() calls it before training
     state.optimizers[1].param_groups[0]["k"] = 7  # like an optimizer that counts its steps
     for _ in range(2):  # a second restart is like the first
         state = muon_state(file(state), k=0, momentum=0.8)
