@@ -258,7 +258,7 @@ def finished(log, path, tensors, **report):
         "draws_without_grad": False, "seeds": False, "embedded": 512,
         "in_both": BOTH, "val_data": [[16], [1]],
         "initial": {"w": [[2], 7]}, "trained": {"w": zlib.crc32(str(log).encode())},
-        "B_is_free": True} | report)
+        "B_is_free": True, "constants": {"B": 4}} | report)
 
 def stub_check(folder, no_committed="no git", **runs):
     """Return a Check whose runs are alike, but for `runs`."""
@@ -383,7 +383,8 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
                                dict(params=[model.unused], weight_decay=0.0)])
     train_gpt2.remember_initial_values([adamw])
     run = types.SimpleNamespace(state=types.SimpleNamespace(
-        raw_model=model, eval_model=model, optimizers=[adamw]))
+        raw_model=model, eval_model=model, optimizers=[adamw],
+        state_dict=lambda: {"raw_model": model.state_dict(), "mean": [torch.ones(2)]}))
     with_gradient = check.watch_gradients(run)
     model.layers[0](model.weight).sum().backward()
     model.decayed.grad = torch.zeros(2)
@@ -395,6 +396,10 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
         "decayed got no gradient in any step, but it chan",
         "self.gate in Unregistered holds a tensor that is",
         "self.layers in Unregistered holds a tensor that "]
+    run.state.state_dict = lambda: {"last": [{"weight": model.weight}]}
+    note = check.notes_about_model(run.state, report, with_gradient)[-1]
+    assert note.startswith("State.last holds the weights of raw_model themselves")
+    run.state.state_dict = dict
     adamw.param_groups[1]["weight_decay"] = 0.1
     note = check.notes_about_model(run.state, report, with_gradient)[-1]
     assert note == ("training changes weight_decay in a parameter group of AdamW from 0.0 to 0.1 "
@@ -403,7 +408,8 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
 def test_an_average_that_equals_the_model_is_noted():
     """A different model, or the model itself, gives no note."""
     def notes(eval_model):
-        state = types.SimpleNamespace(raw_model=model, eval_model=eval_model, optimizers=[])
+        state = types.SimpleNamespace(raw_model=model, eval_model=eval_model, optimizers=[],
+                                      state_dict=dict)
         return check.notes_about_model(state, {"changed": []}, with_gradient={"table"})
     model, other = Model(), Model()
     model.skew = None
@@ -510,14 +516,18 @@ def test_logits_of_the_padding_are_reported():
 
 def test_what_a_checkpoint_lacks_is_named():
     """Values that change during training, and that no checkpoint holds, are found: attributes of
-    modules and optimizers, fields of Run, globals, and generators other than torch's."""
-    model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.Linear(1, 1))
+    modules and optimizers, of their classes and of the training loader, fields of Run, globals, and
+    generators other than torch's."""
+    class Linear(torch.nn.Linear):
+        window = 1
+    model = torch.nn.Sequential(torch.nn.Linear(1, 1), Linear(1, 1))
     model.register_buffer("kept", torch.zeros(1))
     model.calls, model[1].history, model.teacher = 0, deque([1]), [torch.nn.Linear(1, 1)]
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.count = 0
     state = types.SimpleNamespace(raw_model=model, optimizers=[optimizer])
-    run = types.SimpleNamespace(state=state, mean=0.0, step_seconds=[])
+    loader = types.SimpleNamespace(generator=np.random.default_rng(0), last_shard=None)
+    run = types.SimpleNamespace(state=state, mean=0.0, step_seconds=[], train_loader=loader)
     t = types.SimpleNamespace(NOISE=torch.Generator().manual_seed(0), LIMIT=3)
     before = check.unsaved_values(t, run)
     assert check.unsaved_values(t, run) == before
@@ -525,12 +535,15 @@ def test_what_a_checkpoint_lacks_is_named():
     model.calls, run.mean, optimizer.count = 1, 0.5, 2
     model[1].history.append(2)
     run.step_seconds.append(0.1)
+    Linear.window, loader.last_shard = 2, 1
+    loader.generator.random()
     torch.rand(1, generator=t.NOISE)
     random.random()
     after = check.unsaved_values(t, run)
     assert {what for what in after if after[what] != before[what]} == {
         "self.calls in Sequential", "self.history in Linear", "run.mean", "the global NOISE",
-        "self.count in SGD", "the generator of the module random"}
+        "self.count in SGD", "the generator of the module random", "Linear.window",
+        "generator in the training loader"}
 
 def test_the_error_of_a_run(tmp_path):
     """The script's own line is shown if a run fails, and otherwise the end of the traceback."""
