@@ -597,10 +597,11 @@ def write_into_local_dir(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir to which this run adds.
 
-    These are the shards in the manifest, up to the first one whose file is missing. Raise UserError
-    if the folder has training shards but the manifest is missing or has different settings or
-    files. Without training shards, return [] in this case. (A validation shard alone is left over
-    from a corpus that was too short for a training shard. It will be overwritten.)
+    These are the shards in the manifest, up to the first one whose file is missing.
+
+    If the manifest is missing or has different settings or files, no shard can be kept: return [],
+    or raise UserError if this would overwrite training shards. (A validation shard alone may be
+    overwritten. It is left over from a corpus that was too short for a training shard.)
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

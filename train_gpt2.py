@@ -86,7 +86,7 @@ class Config:
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a model or run folder, or a .pt file
-    # The optimizer. GPT-3's max_lr for models of about these four sizes: 6e-4, 3e-4, 2.5e-4, 2e-4
+    # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
     max_lr: float = 6e-4            # learning rate after warmup; for fine-tuning: 0.1 / n_embd
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
@@ -368,8 +368,8 @@ class DataLoaderLite:
     rows 12 to 23 are the same pieces in the order of epoch 1, and so on.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
-    UserError. recut: begin the pieces of each epoch at different tokens, so that a small text
-    yields new rows.
+    UserError. recut: from epoch 1 on, cut the shards at other tokens in each epoch, so that a small
+    text yields new rows.
     """
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
@@ -397,10 +397,11 @@ class DataLoaderLite:
         piece_order = permutation(self.shuffle, n_pieces, self.seed, epoch, shard)  # 1, 2, 0
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
-            # Begin all pieces of this epoch up to T tokens earlier. (The first piece always begins
-            # at token 0.) Multiples of 0.618 T, modulo T, are far apart, so consecutive epochs get
-            # different pieces
-            start = max(0, start - int(0.618 * epoch * self.T) % self.T)
+            # Move the cuts of this epoch to the left by less than T tokens. (The first piece still
+            # begins at token 0.) Multiples of 0.618 T, modulo T, are far apart, so consecutive
+            # epochs get different pieces
+            shift = int(0.618 * epoch * self.T) % self.T
+            start = max(0, start - shift)
         return shard, start
 
     def read(self, row, B):
@@ -729,8 +730,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails.
-            # (start_saving() does nothing at step 0 of a new model, which the seed determines)
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (At step 0
+            # of a new model, no file is written, because the seed determines the weights)
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -1442,7 +1443,7 @@ def join_processes(device):
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(backend="nccl" if gpu else "gloo", store=store, rank=rank(),
                             world_size=world_size(), device_id=gpu,
-                            timeout=datetime.timedelta(hours=1))  # others wait while rank 0 exports
+                            timeout=datetime.timedelta(hours=1))  # others wait while rank 0 samples
 
 def catch_signals(event):
     """Make Ctrl-C and SIGTERM set the event.
@@ -1659,10 +1660,19 @@ def check_parameters(raw_model, optimizers):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
-def check_rows_of_steps(cfg):
+def sizes_of_steps(cfg):
+    """Return the numbers of rows that steps read: {number: the first step with this number}.
+
+    An edited rows_before() may lead to several numbers. Steps after the first 100,000 are left out.
+    """
+    first_steps = {}
+    for step in range(min(max(1, cfg.max_steps), 100_000)):
+        first_steps.setdefault(rows_of_step(cfg, step), step)
+    return first_steps
+
+def check_sizes_of_steps(cfg):
     """Raise UserError unless each step has a multiple of B * processes rows."""
-    for step in range(cfg.max_steps):
-        rows = rows_of_step(cfg, step)
+    for rows, step in sizes_of_steps(cfg).items():
         if rows < 1 or rows % (cfg.B * world_size()):
             raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
                             f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or "
@@ -1866,15 +1876,15 @@ class RunFolder:
         Keep the checkpoint of `step` and the newest one before it, one every keep_every steps, and
         the one with the lowest validation loss.
         """
-        found = find_checkpoints(self.path)
-        older = [old for old in found if old < step]  # the newest first
+        found = find_checkpoints(self.path)  # {step: path}
+        older = [saved for saved in found if saved < step]  # steps, the newest first
         losses = {saved: loss for saved, loss in read_metrics(self.path)["val"] if saved in found}
         keep = {*older[:1], min(losses, key=losses.get, default=None)}
         every = self.cfg.keep_every
-        keep |= {old for old in older if every and old % every == 0}
-        for old in set(older) - keep:
+        keep |= {saved for saved in older if every and saved % every == 0}
+        for saved in set(older) - keep:
             with contextlib.suppress(OSError):
-                found[old].unlink()
+                found[saved].unlink()
 
     def plot(self):
         """Plot in the background if matplotlib is installed. Cancel a plot that is still queued."""
@@ -1919,7 +1929,7 @@ def open_log(path, step):
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
         is_complete = line.endswith(b"\n")  # a power cut may have left half a line
-        # A line that the user added does not match, and is kept
+        # Of the lines before this place, keep also those that a user added, which do not match
         match = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
         if not is_complete or (match and int(match[1]) >= step):
             break
@@ -1944,7 +1954,7 @@ def set_up(cfg, device, weights=None, checkpoint=None):
         weights = None  # they are not loaded, because the State in the checkpoint contains its own
     max_steps = final_max_steps(cfg, gpt_config, device, loaders, weights, checkpoint)
     cfg = replace(cfg, max_steps=max_steps)
-    check_rows_of_steps(cfg)
+    check_sizes_of_steps(cfg)
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
@@ -2069,7 +2079,7 @@ def wrap_in_ddp(raw_model):
 
 def tokens_per_step(cfg):
     """Return the number of tokens per step as text, for example "2,048", or "2,048 to 8,192"."""
-    sizes = {rows_of_step(cfg, step) * cfg.T for step in range(max(1, cfg.max_steps))}
+    sizes = [rows * cfg.T for rows in sizes_of_steps(cfg)]
     return f"{min(sizes):,}" + (f" to {max(sizes):,}" if len(sizes) > 1 else "")
 
 def description(run, checkpoint):
@@ -2117,7 +2127,7 @@ def report(run, step, metric, value, note="", print_always=False):
         print0(f"{step:5d}/{run.cfg.max_steps} {metric} {formatted(value, 4)}{note}")
 
 def formatted(value, digits):
-    """Return a number as text. For edits: a small one, such as a learning rate, has an exponent."""
+    """Return a number as text. A number below 0.001, which an edit may report, has an exponent."""
     return f"{value:.{digits}e}" if 0 < abs(value) < 1e-3 else f"{value:.{digits}f}"
 
 def write_log(run, step, metric, value):

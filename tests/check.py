@@ -985,6 +985,7 @@ def notes_about_schedules(t, cfg):
     """Return notes on the batch sizes and the learning rates of the whole run."""
     notes, steps = [], range(cfg.max_steps)
     try:
+        steps = steps[:100_000]
         sizes = [t.rows_of_step(cfg, step) * cfg.T for step in steps]
         if len(set(sizes)) > 1:
             notes.append(f"the number of tokens per step varies. It is {sizes[0]:,} at first, "

@@ -564,9 +564,11 @@ def test_a_growing_batch_needs_only_an_edit_of_rows_before(monkeypatch, tmp_path
     for _ in range(6):
         t.train_step(run)
     assert rows == [*range(72)]
-    t.check_rows_of_steps(cfg)
+    t.check_sizes_of_steps(cfg)
+    assert t.tokens_per_step(cfg) == "128 to 512"
+    t.check_sizes_of_steps(dataclasses.replace(cfg, max_steps=10**12))  # returns at once
     with pytest.raises(t.UserError, match=r"Step 0 has 4 rows. rows_before.* = 12 \* 1"):
-        t.check_rows_of_steps(dataclasses.replace(cfg, B=12))
+        t.check_sizes_of_steps(dataclasses.replace(cfg, B=12))
     run.cfg, run.state.step, run.step_seconds = cfg, 3, [2.0]
     t.report_step(run, run.state.step - 1, 1.0, 1.0)
     assert f" {12 * 32 // 2} tok/s" in capsys.readouterr().out
@@ -579,7 +581,7 @@ def test_a_growing_batch_needs_only_an_edit_of_rows_before(monkeypatch, tmp_path
     assert [*train, *val] == pytest.approx([0, 4 * 32, 72 * 32])
     monkeypatch.setattr(t, "rows_before", lambda cfg, step: 24)
     with pytest.raises(t.UserError, match="Step 0 has 0 rows"):
-        t.check_rows_of_steps(cfg)
+        t.check_sizes_of_steps(cfg)
 
 def masked(arrange, _):
     """Count only the first (n % 5) * 4 targets of row n.
