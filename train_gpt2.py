@@ -637,6 +637,7 @@ def read_step(run):
     inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
+    check_rows_of_step(cfg, step)  # For edits: rows_before() may have been edited
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
@@ -1153,7 +1154,7 @@ def model_config(cfg, encoding, weights=None):
     constants = {name: getattr(cfg, name) for name in shared}
     if weights is not None:
         # The weights determine their constants, except dropout. The others are new in the code
-        names = {"dropout", *(constants.keys() - weights.gpt_config.keys())}
+        names = (constants.keys() & {"dropout"}) | (constants.keys() - weights.gpt_config.keys())
         return config_for_weights(weights, {name: constants[name] for name in names})
     return GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
                      n_vocab=encoding.n_vocab, **constants)
@@ -1660,23 +1661,13 @@ def check_parameters(raw_model, optimizers):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
-def sizes_of_steps(cfg):
-    """Return the numbers of rows that steps read: {number: the first step with this number}.
-
-    An edited rows_before() may lead to several numbers. Steps after the first 100,000 are left out.
-    """
-    first_steps = {}
-    for step in range(min(max(1, cfg.max_steps), 100_000)):
-        first_steps.setdefault(rows_of_step(cfg, step), step)
-    return first_steps
-
-def check_sizes_of_steps(cfg):
-    """Raise UserError unless each step has a multiple of B * processes rows."""
-    for rows, step in sizes_of_steps(cfg).items():
-        if rows < 1 or rows % (cfg.B * world_size()):
-            raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
-                            f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or "
-                            "lower --B.")
+def check_rows_of_step(cfg, step):
+    """Raise UserError if the rows of a step are not a multiple of B * processes."""
+    rows = rows_of_step(cfg, step)
+    if rows < 1 or rows % (cfg.B * world_size()):
+        raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
+                        f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
+                        "--B.")
 
 def check_can_be_saved(attributes):
     """Raise UserError if a checkpoint cannot store an attribute of State.
@@ -1722,12 +1713,12 @@ def loss_warning(run):
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
 # Constants that may differ when a run is resumed. They do not affect training, apart from rounding
-# (dtype, B) and what dropout sets to 0 (B). epochs and minutes may differ because they only
-# determine max_steps, which is compared instead
+# (dtype, B) and what dropout sets to 0 (B). epochs may differ because it only determines max_steps,
+# which is compared instead
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
-    "keep_every", "device", "dtype", "compile", "epochs", "minutes"}
+    "keep_every", "device", "dtype", "compile", "epochs"}
 
 def lock_run_folder(log_dir):
     """Reserve log_dir for this run. Return a lock that is held as long as it is referenced.
@@ -1744,8 +1735,8 @@ def lock_run_folder(log_dir):
 def check_same_training(checkpoint, cfg, fingerprint):
     """Raise UserError unless this command continues the training of the run that is resumed.
 
-    The data and all constants must be the same, except that max_steps may grow and the constants in
-    FREE_TO_CHANGE may differ.
+    The data and all constants must be the same, except that max_steps may grow, the constants in
+    FREE_TO_CHANGE may differ, and --max_steps may replace --minutes.
 
     A run that has finished must also have the same code, because it is evaluated again and the
     result replaces the old one.
@@ -1757,6 +1748,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
+    if not cfg.minutes:  # max_steps, which replaces it, is compared
+        changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
     has_finished = checkpoint["state"]["step"] >= cfg.max_steps
     if has_finished and is_of_other_code(checkpoint.get("code")):
@@ -1954,7 +1947,6 @@ def set_up(cfg, device, weights=None, checkpoint=None):
         weights = None  # they are not loaded, because the State in the checkpoint contains its own
     max_steps = final_max_steps(cfg, gpt_config, device, loaders, weights, checkpoint)
     cfg = replace(cfg, max_steps=max_steps)
-    check_sizes_of_steps(cfg)
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
@@ -1969,11 +1961,10 @@ def set_up(cfg, device, weights=None, checkpoint=None):
 def final_max_steps(cfg, gpt_config, device, loaders, weights, checkpoint):
     """Return max_steps. With `minutes`, it depends on the speed, and with `epochs`, on the data.
 
-    If a run is resumed with the same `minutes`, it keeps the max_steps that was measured before.
+    A resumed run with `minutes` keeps the max_steps that was measured when it began.
     """
-    before = checkpoint["constants"] if checkpoint else {}
-    if cfg.minutes and before.get("minutes") == cfg.minutes:
-        return before["max_steps"]
+    if cfg.minutes and checkpoint:
+        return checkpoint["constants"]["max_steps"]
     if cfg.minutes:
         return steps_that_fit(cfg, gpt_config, device, loaders, weights)
     if cfg.epochs:
@@ -2053,11 +2044,11 @@ def build_state(raw_model, cfg, dtype):
     """
     muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
     optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
-    remember_initial_values(optimizers)
     check_parameters(raw_model, optimizers)
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
+    remember_initial_values(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -2078,9 +2069,10 @@ def wrap_in_ddp(raw_model):
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
 def tokens_per_step(cfg):
-    """Return the number of tokens per step as text, for example "2,048", or "2,048 to 8,192"."""
-    sizes = [rows * cfg.T for rows in sizes_of_steps(cfg)]
-    return f"{min(sizes):,}" + (f" to {max(sizes):,}" if len(sizes) > 1 else "")
+    """Return the number of tokens per step as text. For edits: it may grow during training."""
+    steps = (0, max(0, cfg.max_steps - 1))
+    first, last = [f"{rows_of_step(cfg, step) * cfg.T:,}" for step in steps]
+    return first if first == last else f"{first} to {last}"
 
 def description(run, checkpoint):
     """Return the lines that describe a run at its start."""
@@ -2346,7 +2338,7 @@ def hellaswag_score(run):
 def finish(run, stopped):
     """Save the last step. Unless a signal stopped the run, export a model and record the result."""
     cfg, step = run.cfg, run.state.step
-    # For edits: a `break` that is added to train() leaves the last step without a validation
+    # For edits: a `break` that is added to train() may leave the last step without a validation
     if step < cfg.max_steps and not stopped:
         validate(run)
     save_last_step(run)

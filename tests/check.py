@@ -842,6 +842,8 @@ def train_and_report(t, train, run, job):
     rows = watch_forward_passes(run, report)
     loaders = watch_validation(t)
     with_gradient, optimizers = watch_gradients(run), list(run.state.optimizers)
+    clipped = watch_clipping()
+    begin = [p.detach().clone() for p in run.state.raw_model.parameters()]
     if "kill_at" in job:
         kill_during_step(run, job["kill_at"], job["kill_after"])
     unsaved = unsaved_values(t, run)
@@ -857,7 +859,19 @@ def train_and_report(t, train, run, job):
         report["trained"] = {name: crc_of(p) for name, p in run.state.raw_model.named_parameters()}
         if run.state.optimizers != optimizers:  # new ones were not watched
             with_gradient = report["initial"]
-        report["notes"] = notes_about_model(run.state, report, with_gradient)
+        if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
+            with_gradient = report["initial"]  # others cannot be watched
+        report["notes"] = []
+        try:
+            report["notes"] += notes_about_model(run.state, report, with_gradient)
+            report["notes"] += notes_about_average(run.state, begin)
+        except Exception:  # an edit may have changed anything; a note must not stop the check
+            pass
+        trained = [p for p in run.state.raw_model.parameters() if p.requires_grad]
+        if clipped and (left := sum(id(p) not in clipped for p in trained)):
+            report["notes"].append(f"{left} of {len(trained)} trained parameters are not given to "
+                                   "clip_grad_norm_(), so their gradients are not clipped and are "
+                                   "not part of a norm that it returns.")
         for loader in loaders:
             both = training_and_validation(t, run, loader, rows)
             if loader is not run.val_loader and both["equal_rows"] > 0.05 * both["rows"]:
@@ -909,14 +923,28 @@ def watch_forward_passes(run, report):
 
 def watch_validation(t):
     """Return a list, to which each call of validation_loss() adds its loader if it is new."""
-    loaders, original = [], t.validation_loss
+    loaders, original = [], getattr(t, "validation_loss", None)
 
-    def validation_loss(run, loader, *args, **kwargs):
-        if loader not in loaders:
-            loaders.append(loader)
-        return original(run, loader, *args, **kwargs)
-    t.validation_loss = validation_loss
+    def validation_loss(*args, **kwargs):
+        for value in (*args, *kwargs.values()):
+            if hasattr(value, "shards") and value not in loaders:
+                loaders.append(value)
+        return original(*args, **kwargs)
+    if original:
+        t.validation_loss = validation_loss
     return loaders
+
+def watch_clipping():
+    """Return a set, to which the last call of clip_grad_norm_() adds the ids of its parameters."""
+    clipped, original = set(), torch.nn.utils.clip_grad_norm_
+
+    def clip_grad_norm_(parameters, *args, **kwargs):
+        parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
+        clipped.clear()
+        clipped.update(map(id, parameters))
+        return original(parameters, *args, **kwargs)
+    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    return clipped
 
 def watch_gradients(run):
     """Return a set, to which optimizers add the names of parameters whose gradient is not 0."""
@@ -949,8 +977,9 @@ def training_and_validation(t, run, loader, rows):
     try:
         files = sorted(paths(run.train_loader) & paths(loader))
         training, validation = first_tokens(run.train_loader), first_tokens(loader)
-        starts = np.linspace(0, max(0, len(validation) - SHORTEST_ROW), 50, dtype=int)
-        val_rows = [validation[start:start + SHORTEST_ROW] for start in starts]
+        length = max(SHORTEST_ROW, run.cfg.T)
+        starts = np.linspace(0, max(0, len(validation) - length), 50, dtype=int)
+        val_rows = [validation[start:start + length] for start in starts]
     except Exception:  # an edit may have changed the loaders
         rows = []
     return {"files": files, "rows": len(rows), "equal_rows": count_parts(rows, validation),
@@ -982,10 +1011,9 @@ def kill_during_step(run, step, saved):
 
 # ---- Notes. They state facts that are often, but not always, mistakes
 def notes_about_schedules(t, cfg):
-    """Return notes on the batch sizes and the learning rates of the whole run."""
-    notes, steps = [], range(cfg.max_steps)
+    """Return notes on the batch sizes and the learning rates of the first cfg.max_steps steps."""
+    notes, steps = [], range(min(cfg.max_steps, 20_000))  # rows_before() may add up many numbers
     try:
-        steps = steps[:100_000]
         sizes = [t.rows_of_step(cfg, step) * cfg.T for step in steps]
         if len(set(sizes)) > 1:
             notes.append(f"the number of tokens per step varies. It is {sizes[0]:,} at first, "
@@ -1007,13 +1035,17 @@ def notes_about_model(state, report, with_gradient):
     report: with "initial" and "changed". with_gradient: the names of the parameters that have got a
     gradient.
     """
-    notes = []
+    notes, unused, decayed = [], [], []
     for name, p in state.raw_model.named_parameters():
-        if p.requires_grad and name not in with_gradient:
-            changed = crc_of(p) != report["initial"][name][1]
-            notes.append(f"{name} got no gradient in any step" + (
-                ", but it changed, for example by weight decay. To freeze it, set "
-                "requires_grad=False." if changed else ". It is not used, or it is detached."))
+        if p.requires_grad and name in report["initial"] and name not in with_gradient:
+            (unused if crc_of(p) == report["initial"][name][1] else decayed).append(name)
+    if unused:
+        notes.append(f"{', '.join(unused[:4])} got no gradient in any step ({len(unused)} "
+                     "parameters). They are not used, or they are detached.")
+    if decayed:
+        notes.append(f"{', '.join(decayed[:4])} got no gradient in any step, but changed, for "
+                     f"example by weight decay ({len(decayed)} parameters). To freeze parameters, "
+                     "set requires_grad=False.")
     for module in state.raw_model.modules():
         for name, value in vars(module).items():
             label = f"self.{name} in {type(module).__name__}"
@@ -1037,12 +1069,24 @@ def notes_about_model(state, report, with_gradient):
         if own and any(part.data_ptr() in weights for _, part in tensors_of(content)):
             notes.append(f"State.{name} holds the weights of raw_model themselves, so it changes "
                          "with them. To keep earlier weights, copy them with clone().")
-    mine, averaged = list(state.raw_model.parameters()), list(state.eval_model.parameters())
-    if state.eval_model is not state.raw_model and len(mine) == len(averaged) and all(
-            map(torch.allclose, mine, averaged)):
-        notes.append("eval_model has the same weights as raw_model at the end. If it should be an "
-                     "average, check that it has begun and that it copies weights (clone()).")
     return list(dict.fromkeys(notes))[:8]  # each block gives the same note
+
+def notes_about_average(state, begin):
+    """Return a note if eval_model is another model than raw_model, but has the same weights.
+
+    begin: the parameters of raw_model before training.
+    """
+    mine, averaged = list(state.raw_model.parameters()), list(state.eval_model.parameters())
+    if state.eval_model is state.raw_model or len(mine) != len(averaged):
+        return []
+    with torch.no_grad():
+        gap = math.hypot(*(float((a - b).norm()) for a, b in zip(mine, averaged)))
+        moved = math.hypot(*(float((a - b).norm()) for a, b in zip(mine, begin)))
+    if gap > 0.03 * moved:
+        return []
+    return ["eval_model has almost the same weights as raw_model at the end. If it should be an "
+            "average, check that it has begun, that it copies weights (clone()), and that its two "
+            "factors are not exchanged."]
 
 def is_left_out(value):
     """Return whether a module's attribute is or contains a tensor that torch does not know of.

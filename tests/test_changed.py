@@ -325,6 +325,24 @@ def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
             del group["initial"]
     assert muon_state(old, momentum=0.5).optimizers[1].param_groups[0]["momentum"] == 0.8
 
+def test_an_optimizer_that_state_adds_has_initial_values(monkeypatch):
+    """State.__post_init__, which an edit may define, may add to the optimizers."""
+    @dataclasses.dataclass
+    class Mine(t.State):
+        def __post_init__(self):
+            self.optimizers.append(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0))
+    monkeypatch.setattr(t, "State", Mine)
+    state = t.build_state(small(), t.Config(), torch.float32)
+    assert state.optimizers[-1].param_groups[0]["initial"]["lr"] == 2.0
+
+def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
+    """An edit may remove the constant dropout from GPTConfig."""
+    names = [field for field in dataclasses.fields(t.GPTConfig) if field.name != "dropout"]
+    plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
+    monkeypatch.setattr(t, "GPTConfig", plain)
+    weights = t.Weights("x", {"n_layer": 2}, "bytes", tensors={}, code=None)
+    assert t.model_config(t.Config(), t.get_encoding("bytes"), weights).n_layer == 2
+
 def average_and_running_mean(arrange, attribute):
     """Add attributes to State: torch's average of weights, a mean, a minimum and a history."""
     @dataclasses.dataclass
@@ -564,11 +582,10 @@ def test_a_growing_batch_needs_only_an_edit_of_rows_before(monkeypatch, tmp_path
     for _ in range(6):
         t.train_step(run)
     assert rows == [*range(72)]
-    t.check_sizes_of_steps(cfg)
     assert t.tokens_per_step(cfg) == "128 to 512"
-    t.check_sizes_of_steps(dataclasses.replace(cfg, max_steps=10**12))  # returns at once
-    with pytest.raises(t.UserError, match=r"Step 0 has 4 rows. rows_before.* = 12 \* 1"):
-        t.check_sizes_of_steps(dataclasses.replace(cfg, B=12))
+    with pytest.raises(t.UserError, match=r"Step 6 has 16 rows. rows_before.* = 3 \* 1"):
+        run.cfg = dataclasses.replace(cfg, B=3)
+        t.train_step(run)
     run.cfg, run.state.step, run.step_seconds = cfg, 3, [2.0]
     t.report_step(run, run.state.step - 1, 1.0, 1.0)
     assert f" {12 * 32 // 2} tok/s" in capsys.readouterr().out
@@ -580,8 +597,8 @@ def test_a_growing_batch_needs_only_an_edit_of_rows_before(monkeypatch, tmp_path
     train, val = (line.get_xdata() * 1e6 for line in seen[0].axes[0].lines)
     assert [*train, *val] == pytest.approx([0, 4 * 32, 72 * 32])
     monkeypatch.setattr(t, "rows_before", lambda cfg, step: 24)
-    with pytest.raises(t.UserError, match="Step 0 has 0 rows"):
-        t.check_sizes_of_steps(cfg)
+    with pytest.raises(t.UserError, match="Step 3 has 0 rows"):
+        t.train_step(run)
 
 def masked(arrange, _):
     """Count only the first (n % 5) * 4 targets of row n.

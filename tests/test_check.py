@@ -392,8 +392,8 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     report = {"initial": initial, "changed": ["self.last in Unregistered"]}
     notes = check.notes_about_model(run.state, report, with_gradient)
     assert [note[:48] for note in notes] == [
-        "unused got no gradient in any step. It is not us",
-        "decayed got no gradient in any step, but it chan",
+        "unused got no gradient in any step (1 parameters",
+        "decayed got no gradient in any step, but changed",
         "self.gate in Unregistered holds a tensor that is",
         "self.layers in Unregistered holds a tensor that "]
     run.state.state_dict = lambda: {"last": [{"weight": model.weight}]}
@@ -408,15 +408,26 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
 def test_an_average_that_equals_the_model_is_noted():
     """A different model, or the model itself, gives no note."""
     def notes(eval_model):
-        state = types.SimpleNamespace(raw_model=model, eval_model=eval_model, optimizers=[],
-                                      state_dict=dict)
-        return check.notes_about_model(state, {"changed": []}, with_gradient={"table"})
+        state = types.SimpleNamespace(raw_model=model, eval_model=eval_model)
+        return check.notes_about_average(state, begin)
     model, other = Model(), Model()
-    model.skew = None
+    begin = [p - 1 for p in model.parameters()]
+    other.table.data += 0.02
     note, = notes(other)
-    assert note.startswith("eval_model has the same weights as raw_model")
-    other.table.data += 1
+    assert note.startswith("eval_model has almost the same weights as raw_model")
+    other.table.data += 0.02
     assert notes(model) == notes(other) == []
+
+def test_parameters_that_are_not_clipped_are_known(monkeypatch):
+    """The last call counts, and a single tensor or a generator may be given."""
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
+    clipped = check.watch_clipping()
+    model = torch.nn.Linear(2, 1)
+    model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
+    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 9.0) == pytest.approx(math.sqrt(3))
+    assert clipped == {id(model.weight), id(model.bias)}
+    torch.nn.utils.clip_grad_norm_(model.bias, 9.0)
+    assert clipped == {id(model.bias)}
 
 class Model(torch.nn.Module):
     """Logits follow from the last token. generate() may add `skew` to them."""
@@ -635,7 +646,8 @@ def test_training_rows_that_are_validation_data_are_found(tmp_path):
     """A row is found at any token of the validation data, and files that are used for both."""
     val = np.arange(5000, dtype=np.uint16)
     def in_both(train, val, rows):
-        run = types.SimpleNamespace(train_loader=types.SimpleNamespace(shards=train))
+        run = types.SimpleNamespace(train_loader=types.SimpleNamespace(shards=train),
+                                    cfg=types.SimpleNamespace(T=16))
         loader = types.SimpleNamespace(shards=val)
         return check.training_and_validation(train_gpt2, run, loader, rows)
     rows = [np.arange(start, start + 32) for start in (0, 7, 4968, 4969, 6000)]
