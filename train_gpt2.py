@@ -601,6 +601,7 @@ class Run:
     hellaswag: object             # a hellaswag.Prepared, or None if HellaSwag is not scored
     folder: "RunFolder"           # writes the files in log_dir
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
+    validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
     told_slow: bool = False       # whether warn_of_slow_steps() has printed its line
 
@@ -2248,6 +2249,7 @@ def validate(run):
     bits = loss * run.tokens_per_byte / math.log(2)
     report(run, step, "val", loss, note=f" ({bits:.4f} bits per byte)", print_always=True)
     write_log(run, step, "minutes", run.state.minutes)
+    run.validated_step = step
 
 def warnings_about(run, checkpoint):
     """Return warnings for anyone who compares this run with others. They are kept in run.json."""
@@ -2339,7 +2341,7 @@ def finish(run, stopped):
     """Save the last step. Unless a signal stopped the run, export a model and record the result."""
     cfg, step = run.cfg, run.state.step
     # For edits: a `break` that is added to train() may leave the last step without a validation
-    if step < cfg.max_steps and not stopped:
+    if step < cfg.max_steps and not stopped and run.validated_step != step:
         validate(run)
     save_last_step(run)
     if stopped:

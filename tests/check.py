@@ -83,8 +83,9 @@ PROMISES = {
         "language model, this is as it should be."),
     "draws": ("each step draws new random numbers",
         "forward() seeds torch's generator, for example by torch.manual_seed(). train_step() has "
-        "already seeded it for the step, so dropout would use the same masks in each step. Use a "
-        "separate torch.Generator, or draw once in __init__ and keep the result in a buffer."),
+        "already seeded it for the step, so dropout would use the same masks in each step. Draw "
+        "from torch's generator without seeding it. To draw only once, do so in __init__ and keep "
+        "the result in a buffer."),
     "tokens": ("the tokens of a step are those that the model reads",
         "forward() cuts or drops tokens, but State.tokens counts all that it gets. Cut x and y in "
         "read_step(), so that the number of tokens, which compare.py shows, is right."),
@@ -840,10 +841,7 @@ def train_and_report(t, train, run, job):
     report["initial"] = {name: (list(p.shape), crc_of(p))
                          for name, p in run.state.raw_model.named_parameters()}
     rows = watch_forward_passes(run, report)
-    loaders = watch_validation(t)
-    with_gradient, optimizers = watch_gradients(run), list(run.state.optimizers)
-    clipped = watch_clipping()
-    begin = [p.detach().clone() for p in run.state.raw_model.parameters()]
+    watched = Watched(t, run) if "examine" in job else None
     if "kill_at" in job:
         kill_during_step(run, job["kill_at"], job["kill_after"])
     unsaved = unsaved_values(t, run)
@@ -855,35 +853,12 @@ def train_and_report(t, train, run, job):
     now = unsaved_values(t, run)
     report["changed"] = [name for name in now if now[name] != unsaved.get(name)]
     report["in_both"] = training_and_validation(t, run, run.val_loader, rows)
-    if "examine" in job:
+    if watched:
         report["trained"] = {name: crc_of(p) for name, p in run.state.raw_model.named_parameters()}
-        if run.state.optimizers != optimizers:  # new ones were not watched
-            with_gradient = report["initial"]
-        if not all(isinstance(optimizer, torch.optim.Optimizer) for optimizer in optimizers):
-            with_gradient = report["initial"]  # others cannot be watched
-        report["notes"] = []
-        try:
-            report["notes"] += notes_about_model(run.state, report, with_gradient)
-            report["notes"] += notes_about_average(run.state, begin)
-        except Exception:  # an edit may have changed anything; a note must not stop the check
-            pass
-        trained = [p for p in run.state.raw_model.parameters() if p.requires_grad]
-        if clipped and (left := sum(id(p) not in clipped for p in trained)):
-            report["notes"].append(f"{left} of {len(trained)} trained parameters are not given to "
-                                   "clip_grad_norm_(), so their gradients are not clipped and are "
-                                   "not part of a norm that it returns.")
-        for loader in loaders:
-            both = training_and_validation(t, run, loader, rows)
-            if loader is not run.val_loader and both["equal_rows"] > 0.05 * both["rows"]:
-                report["notes"].append(
-                    f"validation_loss() also reads data on which the model is trained: "
-                    f"{both['equal_rows']} of {both['rows']} training rows are part of it.")
+        report["notes"] = watched.notes(t, run, report, rows)
         with torch.no_grad(), run.autocast():
             report |= examine(run, tolerance=job["examine"])
-        if report["modes"] and not run.cfg.dropout:
-            report["notes"].append(
-                f"logits in training mode and in eval mode differ by up to {report['modes']:.2g}. "
-                "Validation, samples and the export use the model in eval mode.")
+        report["notes"] += notes_about_modes(run.cfg, report["modes"])
     if os.environ.get("RANK", "0") == "0":
         Path(job["folder"], "report.json").write_text(json.dumps(report))
 
@@ -920,45 +895,6 @@ def watch_forward_passes(run, report):
         if name == "transformer.wte":
             module.register_forward_pre_hook(count)
     return rows
-
-def watch_validation(t):
-    """Return a list, to which each call of validation_loss() adds its loader if it is new."""
-    loaders, original = [], getattr(t, "validation_loss", None)
-
-    def validation_loss(*args, **kwargs):
-        for value in (*args, *kwargs.values()):
-            if hasattr(value, "shards") and value not in loaders:
-                loaders.append(value)
-        return original(*args, **kwargs)
-    if original:
-        t.validation_loss = validation_loss
-    return loaders
-
-def watch_clipping():
-    """Return a set, to which the last call of clip_grad_norm_() adds the ids of its parameters."""
-    clipped, original = set(), torch.nn.utils.clip_grad_norm_
-
-    def clip_grad_norm_(parameters, *args, **kwargs):
-        parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
-        clipped.clear()
-        clipped.update(map(id, parameters))
-        return original(parameters, *args, **kwargs)
-    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
-    return clipped
-
-def watch_gradients(run):
-    """Return a set, to which optimizers add the names of parameters whose gradient is not 0."""
-    names = {id(p): name for name, p in run.state.raw_model.named_parameters()}
-    with_gradient = set()
-
-    def before_step(optimizer, args, kwargs):
-        for group in optimizer.param_groups:
-            with_gradient.update(names.get(id(p)) for p in group["params"]
-                                 if p.grad is not None and p.grad.any())
-    for optimizer in run.state.optimizers:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(before_step)
-    return with_gradient
 
 def training_and_validation(t, run, loader, rows):
     """Return what training and the validation with a loader have in common.
@@ -1010,6 +946,70 @@ def kill_during_step(run, step, saved):
     run.state.raw_model.register_forward_pre_hook(kill)
 
 # ---- Notes. They state facts that are often, but not always, mistakes
+class Watched:
+    """What notes() needs to know about a training run. Create it before training starts."""
+    def __init__(self, t, run):
+        self.loaders = watch_validation(t)
+        self.with_gradient, self.clipped = watch_gradients(run), watch_clipping()
+        self.optimizers = list(run.state.optimizers)
+        self.begin = [p.detach().clone() for p in run.state.raw_model.parameters()]
+
+    def notes(self, t, run, report, rows):
+        """Return notes on the training. rows: those that watch_forward_passes() returned."""
+        notes, state = [], run.state
+        try:
+            were_watched = state.optimizers == self.optimizers and all(
+                isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
+            with_gradient = self.with_gradient if were_watched else report["initial"]
+            notes += notes_about_model(state, report, with_gradient)
+            notes += notes_about_average(state, self.begin)
+            notes += notes_about_clipping(state, self.clipped)
+            for loader in self.loaders:
+                if loader is not run.val_loader:
+                    notes += notes_about_validation(training_and_validation(t, run, loader, rows))
+        except Exception:  # an edit may have changed anything; a note must not stop the check
+            pass
+        return notes
+
+def watch_validation(t):
+    """Return a list, to which each call of validation_loss() adds its loader if it is new."""
+    loaders, original = [], getattr(t, "validation_loss", None)
+
+    def validation_loss(*args, **kwargs):
+        for value in (*args, *kwargs.values()):
+            if hasattr(value, "shards") and value not in loaders:
+                loaders.append(value)
+        return original(*args, **kwargs)
+    if original:
+        t.validation_loss = validation_loss
+    return loaders
+
+def watch_clipping():
+    """Return a set, to which the last call of clip_grad_norm_() adds the ids of its parameters."""
+    clipped, original = set(), torch.nn.utils.clip_grad_norm_
+
+    def clip_grad_norm_(parameters, *args, **kwargs):
+        parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
+        clipped.clear()
+        clipped.update(map(id, parameters))
+        return original(parameters, *args, **kwargs)
+    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    return clipped
+
+def watch_gradients(run):
+    """Return a set, to which optimizers add the names of parameters whose gradient is not 0."""
+    names = {id(p): name for name, p in run.state.raw_model.named_parameters()}
+    with_gradient = set()
+
+    def before_step(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            with_gradient.update(names.get(id(p)) for p in group["params"]
+                                 if p.grad is not None and p.grad.any())
+    for optimizer in run.state.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(before_step)
+    return with_gradient
+
 def notes_about_schedules(t, cfg):
     """Return notes on the batch sizes and the learning rates of the first cfg.max_steps steps."""
     notes, steps = [], range(min(cfg.max_steps, 20_000))  # rows_before() may add up many numbers
@@ -1069,7 +1069,7 @@ def notes_about_model(state, report, with_gradient):
         if own and any(part.data_ptr() in weights for _, part in tensors_of(content)):
             notes.append(f"State.{name} holds the weights of raw_model themselves, so it changes "
                          "with them. To keep earlier weights, copy them with clone().")
-    return list(dict.fromkeys(notes))[:8]  # each block gives the same note
+    return list(dict.fromkeys(notes))[:8]  # modules of the same class give the same note
 
 def notes_about_average(state, begin):
     """Return a note if eval_model is another model than raw_model, but has the same weights.
@@ -1087,6 +1087,29 @@ def notes_about_average(state, begin):
     return ["eval_model has almost the same weights as raw_model at the end. If it should be an "
             "average, check that it has begun, that it copies weights (clone()), and that its two "
             "factors are not exchanged."]
+
+def notes_about_clipping(state, clipped):
+    """Return a note if some gradients are not clipped. clipped: the ids of the other parameters."""
+    trained = [p for p in state.raw_model.parameters() if p.requires_grad]
+    left = sum(id(p) not in clipped for p in trained)
+    if not (clipped and left):
+        return []
+    return [f"{left} of {len(trained)} trained parameters are not given to clip_grad_norm_(), so "
+            "their gradients are not clipped and are not part of the norm that it returns."]
+
+def notes_about_validation(both):
+    """Return a note if validation reads training data. both: from training_and_validation()."""
+    if both["equal_rows"] <= 0.05 * both["rows"]:
+        return []
+    return ["validation_loss() also reads data on which the model is trained: "
+            f"{both['equal_rows']} of {both['rows']} training rows are part of it."]
+
+def notes_about_modes(cfg, gap):
+    """Return a note if the logits in training mode and in eval mode differ. gap: by how much."""
+    if not gap or getattr(cfg, "dropout", 0):
+        return []
+    return [f"logits in training mode and in eval mode differ by up to {gap:.2g}. Validation, "
+            "samples and the export use the model in eval mode."]
 
 def is_left_out(value):
     """Return whether a module's attribute is or contains a tensor that torch does not know of.
@@ -1116,7 +1139,7 @@ def unsaved_values(t, run):
             values[f"{type(thing).__name__}.{name}"] = fingerprint(getattr(type(thing), name, None))
     for name in vars(run.train_loader).keys() - {"last_shard", "last_tokens"}:
         values[f"{name} in the training loader"] = fingerprint(getattr(run.train_loader, name))
-    for name in vars(run).keys() - {"step_seconds", "told_slow"}:
+    for name in vars(run).keys() - {"validated_step", "step_seconds", "told_slow"}:
         values[f"run.{name}"] = fingerprint(getattr(run, name))
     for name in vars(t).keys() - {"__builtins__"}:
         values[f"the global {name}"] = fingerprint(getattr(t, name))

@@ -269,3 +269,15 @@ def test_an_ascii_terminal_shows_everything(tmp_path):
                          ascii_stdout=True, hide=["matplotlib", "transformers"]))
     assert "donn\\xe9es/log.txt" in run.out and "---\nGr\\xfc\\xdfe" in run.out
     assert "Not exported" in run.out and not (run.log_dir / "curves.png").exists()
+
+def test_a_run_that_ends_early_is_validated_once(monkeypatch):
+    """An edit may add a `break` to train(), before or after the validation of a step."""
+    called = []
+    for name in ("save_last_step", "export", "result_of", "print_result"):
+        monkeypatch.setattr(t, name, lambda run: None)
+    monkeypatch.setattr(t, "validate", lambda run: called.append(run.validated_step))
+    for validated_step in (4, 5):
+        run = mock.Mock(cfg=t.Config(max_steps=10), validated_step=validated_step)
+        run.state.step = 5
+        t.finish(run, stopped=False)
+    assert called == [4]
