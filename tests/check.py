@@ -13,6 +13,7 @@ learning-rate schedule is compressed so that the checked steps include both warm
 """
 import argparse
 import ast
+import inspect
 import json
 import math
 import os
@@ -29,7 +30,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections import deque
+from collections import Counter, defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, fields
@@ -65,6 +66,11 @@ PROMISES = {
         "in some steps. Other reasons are a random number that is drawn before "
         "torch.manual_seed() in train_step(), for example in read_step(), or that only one process "
         "calls a function that needs all of them, such as validation_loss()."),
+    "evaluations": ("validation and samples do not change training",
+        "Perhaps forward() updates a buffer or a counter also in validation. Do so under "
+        "`if self.training`. If training is meant to depend on the validation loss, as with early "
+        "stopping, remove eval_every from FREE_TO_CHANGE in train_gpt2.py, so that a run is "
+        "resumed with the same eval_every."),
     "saved": ("what is saved is what was validated",
         "Validation depends on a value that is not saved, so the saved weights alone are a "
         "different model. Keep this value in a buffer (register_buffer, without "
@@ -77,9 +83,9 @@ PROMISES = {
         "edit is meant to change sampling (for example by a repetition penalty), this is as it "
         "should be."),
     "later": ("a token's logits do not depend on later tokens",
-        "The model sees tokens that it should predict, so its loss is too low. Usual reasons are "
-        "an attention mask, a convolution that is padded on both sides, or a norm, a mean or a "
-        "top-k over all positions. If the loss ignores the targets of such tokens, as in a prefix "
+        "If the logits change with later tokens, the model sees tokens that it should predict, and "
+        "its loss is too low. Usual reasons are an attention mask, a convolution that is padded on "
+        "both sides, or a norm, a mean or a top-k over all positions. If the loss ignores the targets of such tokens, as in a prefix "
         "language model, this is as it should be."),
     "draws": ("each step draws new random numbers",
         "forward() seeds torch's generator, for example by torch.manual_seed(). train_step() has "
@@ -109,7 +115,7 @@ PROMISES = {
         "from the seed and the parameter's name."),
 }
 # Promises whose check compares values that are the same in each run of an unedited script
-NEED_EQUAL_RUNS = ("killed", "B", "processes", "saved", "loss")
+NEED_EQUAL_RUNS = ("killed", "B", "processes", "evaluations", "saved", "loss")
 # Flags that this command sets itself
 OWN_FLAGS = ("log_dir", "max_steps", "epochs", "minutes", "eval_every", "save_every", "keep_every",
              "sample", "compile")
@@ -448,6 +454,9 @@ class Plan:
             "max_steps": 0, "init_from": LAST_CHECKPOINT, "seed": self.constants["seed"] ^ 1},
             after="base")
         lab.start("again", self.common)
+        lab.start("evaluated", self.common | {
+            "eval_every": self.options.steps, "sample_every": self.common["eval_every"],
+            "sample_tokens": 8})
         lab.start("continued", self.common, after="killed", log_of="killed")
         lab.start("nudged", self.half, nudge=4e-3 if self.low_precision else 1e-6)
         if self.dropout:
@@ -597,6 +606,20 @@ class Check:
             raise Unchecked(self.plan.no_processes)
         return self.compare_losses(self.result("half"), self.result("two"), "with one process",
                                    "with two processes and the same B", self.plan.remark)
+
+    def check_evaluations(self):
+        run, every = self.result("evaluated"), self.plan.common["eval_every"]
+        if not run.report["eval_every_is_free"]:
+            raise Unchecked("eval_every is not in FREE_TO_CHANGE, so it may affect training")
+        one, two = [{key: value for key, value in losses_of(log).items()
+                     if key[1] == "train" or key[0] == self.plan.options.steps}
+                    for log in (self.base.log, run.log)]
+        difference = first_difference(one, two, None if self.plan.exact else self.allowed())
+        if difference:
+            return difference.verdict(
+                f"with a validation every {every} steps",
+                "with samples instead of most validations", self.hint(self.base))
+        return holds()
 
     def compare_val(self, other, what, *evidence):
         """Return the Verdict on a number that must equal the last validation loss."""
@@ -837,7 +860,8 @@ def train_and_report(t, train, run, job):
         scale = max(job["nudge"], torch.finfo(p.dtype).eps)  # an edit may have 16-bit weights
         p.data.copy_(p.data.float() * (1 + scale * noise))
     report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step,
-              "B_is_free": "B" in t.FREE_TO_CHANGE}
+              "B_is_free": "B" in t.FREE_TO_CHANGE,
+              "eval_every_is_free": "eval_every" in t.FREE_TO_CHANGE}
     report["initial"] = {name: (list(p.shape), crc_of(p))
                          for name, p in run.state.raw_model.named_parameters()}
     rows = watch_forward_passes(run, report)
@@ -846,7 +870,7 @@ def train_and_report(t, train, run, job):
         kill_during_step(run, job["kill_at"], job["kill_after"])
     unsaved = unsaved_values(t, run)
     if job.get("stop"):
-        report["notes"] = notes_about_schedules(t, run.cfg)
+        report["notes"] = notes_about_schedules(t, run.cfg) + notes_about_code(inspect.getsource(t))
     else:
         train(run)
     report["tokens"] = getattr(run.state, "tokens", 0)
@@ -857,8 +881,9 @@ def train_and_report(t, train, run, job):
         report["trained"] = {name: crc_of(p) for name, p in run.state.raw_model.named_parameters()}
         report["notes"] = watched.notes(t, run, report, rows)
         with torch.no_grad(), run.autocast():
-            report |= examine(run, tolerance=job["examine"])
-        report["notes"] += notes_about_modes(run.cfg, report["modes"])
+            found = examine(run, tolerance=job["examine"])
+        notes = report["notes"] + found["notes"] + notes_about_modes(run.cfg, found["modes"])
+        report |= found | {"notes": notes}
     if os.environ.get("RANK", "0") == "0":
         Path(job["folder"], "report.json").write_text(json.dumps(report))
 
@@ -951,8 +976,10 @@ class Watched:
     def __init__(self, t, run):
         self.loaders = watch_validation(t)
         self.with_gradient, self.clipped = watch_gradients(run), watch_clipping()
+        self.seeds = watch_seeds(run.state)
         self.optimizers = list(run.state.optimizers)
         self.begin = [p.detach().clone() for p in run.state.raw_model.parameters()]
+        self.buffers = {name: crc_of(b) for name, b in run.state.raw_model.named_buffers()}
 
     def notes(self, t, run, report, rows):
         """Return notes on the training. rows: those that watch_forward_passes() returned."""
@@ -963,7 +990,10 @@ class Watched:
             with_gradient = self.with_gradient if were_watched else report["initial"]
             notes += notes_about_model(state, report, with_gradient)
             notes += notes_about_average(state, self.begin)
+            notes += notes_about_buffers(state, self.buffers)
             notes += notes_about_clipping(state, self.clipped)
+            notes += notes_about_seeds(self.seeds)
+            notes += notes_about_repeated_rows(rows)
             for loader in self.loaders:
                 if loader is not run.val_loader:
                     notes += notes_about_validation(training_and_validation(t, run, loader, rows))
@@ -996,6 +1026,21 @@ def watch_clipping():
     torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
     return clipped
 
+def watch_seeds(state):
+    """Return {seed: set of steps}. Seeds that are given to torch's generators are added to it."""
+    seeds, seed_default = defaultdict(set), torch.manual_seed
+
+    class Generator(torch.Generator):
+        def manual_seed(self, seed):
+            seeds[seed].add(state.step)
+            return super().manual_seed(seed)
+
+    def manual_seed(seed):
+        seeds[seed].add(state.step)
+        return seed_default(seed)
+    torch.Generator, torch.manual_seed = Generator, manual_seed
+    return seeds
+
 def watch_gradients(run):
     """Return a set, to which optimizers add the names of parameters whose gradient is not 0."""
     names = {id(p): name for name, p in run.state.raw_model.named_parameters()}
@@ -1020,6 +1065,9 @@ def notes_about_schedules(t, cfg):
                          f"{sizes[-1]:,} at the end, and at most {max(sizes):,}, in step "
                          f"{sizes.index(max(sizes))}.")
         rates = [t.get_lr(step, cfg) for step in steps]
+        if rates and min(rates) < 0:
+            notes.append(f"the learning rate is negative in step {rates.index(min(rates))} "
+                         f"({min(rates):.2e}).")
         jumps = [step for step in steps[cfg.warmup_steps + 1:]
                  if abs(rates[step] - rates[step - 1]) > 0.2 * max(rates)]
         if jumps:
@@ -1029,6 +1077,58 @@ def notes_about_schedules(t, cfg):
         pass
     return notes
 
+def notes_about_code(source):
+    """Return notes on the text of train_gpt2.py. Part one ends with train()."""
+    notes, tree = [], ast.parse(source)
+    train = next((node for node in tree.body
+                  if isinstance(node, ast.FunctionDef) and node.name == "train"), None)
+    if train is None:
+        return []
+    defaults = {node.attr: node.lineno for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Config"
+                and node.lineno <= train.end_lineno}
+    for name, line in defaults.items():
+        notes.append(f"Config.{name} in line {line} is the default, not the value that this run "
+                     f"uses. Use cfg.{name}.")
+    names = sorted(kept_in_loop(train) - {"stopped"})
+    if names:
+        notes.append(f"train() keeps {', '.join(names)} from one step to the next in local "
+                     "variables, which a restart forgets. Make them attributes of State.")
+    return notes
+
+def kept_in_loop(function):
+    """Return the names of local variables that the while loop of a function changes.
+
+    A variable is left out if its value before the loop comes from state, run, cfg or a clock.
+    """
+    kept = set()
+    loops = [node for node in function.body if isinstance(node, ast.While)]
+    for node in function.body[:function.body.index(loops[0])] if loops else []:
+        targets, value = [], getattr(node, "value", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = zip(target.elts, value.elts)
+            kept |= {ast.unparse(name) for name, start in pairs
+                     if names_in(start).isdisjoint({"state", "run", "cfg", "time"})}
+    return kept & changed_names(loops[0]) if loops else set()
+
+def names_in(node):
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+def changed_names(loop):
+    """Return the names that a loop assigns, or whose content it changes, such as by append()."""
+    names = {node.id for node in ast.walk(loop)
+             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            names.add(ast.unparse(node.value))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):  # x.append(y)
+            names.add(ast.unparse(node.value.func).rpartition(".")[0])
+    return names
+
 def notes_about_model(state, report, with_gradient):
     """Return notes on the trained model.
 
@@ -1036,8 +1136,17 @@ def notes_about_model(state, report, with_gradient):
     gradient.
     """
     notes, unused, decayed = [], [], []
+    owned = {id(p) for optimizer in state.optimizers for group in optimizer.param_groups
+             for p in group["params"]}
+    left_out = [name for name, p in state.raw_model.named_parameters()
+                if p.requires_grad and id(p) not in owned]
+    if left_out:
+        notes.append(f"{', '.join(left_out[:4])} are in no optimizer at the end of training "
+                     f"({len(left_out)} parameters), so they are not trained. Perhaps they were "
+                     "replaced, or unfrozen, after configure_optimizers().")
     for name, p in state.raw_model.named_parameters():
-        if p.requires_grad and name in report["initial"] and name not in with_gradient:
+        unseen = name not in with_gradient and name not in left_out
+        if p.requires_grad and name in report["initial"] and unseen:
             (unused if crc_of(p) == report["initial"][name][1] else decayed).append(name)
     if unused:
         notes.append(f"{', '.join(unused[:4])} got no gradient in any step ({len(unused)} "
@@ -1087,6 +1196,39 @@ def notes_about_average(state, begin):
     return ["eval_model has almost the same weights as raw_model at the end. If it should be an "
             "average, check that it has begun, that it copies weights (clone()), and that its two "
             "factors are not exchanged."]
+
+def notes_about_buffers(state, begin):
+    """Return a note if training changes a buffer of raw_model, but not the one of eval_model.
+
+    begin: {name: checksum} of the buffers before training.
+    """
+    if state.eval_model is state.raw_model:
+        return []
+    mine, averaged = [{name: crc_of(b) for name, b in model.named_buffers()}
+                      for model in (state.raw_model, state.eval_model)]
+    left = [name for name in mine if mine[name] != begin.get(name) == averaged.get(name)]
+    if not left:
+        return []
+    return [f"training changes the buffer {left[0]} of raw_model, but eval_model still has its "
+            "initial value. If validation uses it, copy it when you update the average."]
+
+def notes_about_seeds(seeds):
+    """Return a note if a generator gets the same seed in many steps. seeds: {seed: set of steps}."""
+    often = [seed for seed, steps in seeds.items() if len(steps) > 3]
+    if not often:
+        return []
+    return [f"a generator of torch is seeded with {often[0]} in {len(seeds[often[0]])} steps, so "
+            "it yields the same random numbers in each of them. If they should differ, derive the "
+            "seed from the step too: seed_from(cfg.seed, state.step)."]
+
+def notes_about_repeated_rows(rows):
+    """Return a note if training reads rows several times. rows: arrays (T,) of token ids."""
+    times = Counter(row.tobytes() for row in rows if len(row) >= SHORTEST_ROW)
+    repeated = sum(n - 1 for n in times.values())
+    if repeated <= 0.05 * len(rows):  # a text may repeat itself
+        return []
+    return [f"{repeated} of the first {len(rows)} rows that the model is trained on are repetitions "
+            "of other rows. Check read_step()."]
 
 def notes_about_clipping(state, clipped):
     """Return a note if some gradients are not clipped. clipped: the ids of the other parameters."""
@@ -1164,27 +1306,36 @@ def fingerprint(value):
 def examine(run, tolerance):
     """Return what check.py wants to know about the trained model.
 
-    {"samples": a problem or None, "drawn": token ids, "later": see leak_problem(), "val_data": see
-    validation_data(), "cross_entropy": loss, "later_in_training": as "later", in training mode,
-    "modes": how far the logits in training mode are from those in eval mode}
+    {"samples": a problem or None, "drawn": token ids, "later": see leak_problem() and
+    length_problem(), "notes": texts, "val_data": see validation_data(), "cross_entropy": loss,
+    "later_in_training": as "later", in training mode, "modes": how far the logits in training mode
+    are from those in eval mode}
 
     An edited generate() or forward() may raise anything, so errors become texts.
     """
     model, T = run.state.eval_model, run.cfg.T
     x, _ = run.val_loader.batch(0, 2, run.device)
     n = min(12, T // 2)
-    report = {"samples": None, "drawn": None}
+    report = {"samples": None, "drawn": None, "notes": []}
     try:
         for prompt in (x[:, :T // 4], x[:, n // 2:]):  # the second continuation exceeds the context
             report["samples"] = report["samples"] or sample_problem(model, prompt, n, T, tolerance)
-        torch.manual_seed(0)
-        # A high temperature shows an edit that leaves out unlikely tokens
-        report["drawn"] = model.generate(x[:1, :1].repeat(8, 1), 64, temperature=1.5).tolist()
+        for _ in range(2):
+            torch.manual_seed(0)
+            before = report["drawn"]
+            # A high temperature shows an edit that leaves out unlikely tokens
+            report["drawn"] = model.generate(x[:1, :1].repeat(8, 1), 64, temperature=1.5).tolist()
+        if report["drawn"] != before and not report["samples"]:
+            report["samples"] = ["generate() returns other tokens although the seed is the same",
+                                 "Its random numbers should come from torch's generator."]
     except Exception as e:
         place = "\n".join(places_in_scripts(traceback.format_exc())[-1:])
         report["samples"] = ["generate() stops with an error", f"{place}\n{type(e).__name__}: {e}"]
     try:
-        report["later"] = leak_problem(model, x, tolerance / 10)
+        report["later"] = (leak_problem(model, x, tolerance / 10)
+                           or length_problem(model, x, tolerance))
+        if tolerance < 1e-3:  # 16-bit rounding can hide a small influence
+            report["notes"] = notes_about_context(model, x)
     except Exception as e:
         report["later"] = f"{type(e).__name__}: {e}"
     report["val_data"] = validation_data(run)
@@ -1268,6 +1419,44 @@ def leak_problem(model, x, tolerance):
                 f"position {positions[0]}, by up to {gaps.max().item():.2g}. Only rounding, "
                 f"{limit:.1g}, is allowed.")]
     return None
+
+def length_problem(model, x, tolerance):
+    """Return [what is wrong, where] if logits differ when later tokens are cut off, or None.
+
+    x: token ids (B, T).
+    """
+    logits = model(x)[0].float()
+    if not torch.equal(logits, model(x)[0].float()):
+        return None  # random numbers would differ for rows of another length
+    limit = tolerance * max(1.0, logits.abs().max().item())
+    for n in (x.size(1) // 2, x.size(1) // 2 + 1, x.size(1) - 1):
+        gap = (model(x[:, :n])[0].float() - logits[:, :n]).abs().max().item()
+        if not gap <= limit:
+            return ["logits depend on the number of tokens in a row", (
+                f"For the first {n} of {x.size(1)} tokens, model(x[:, :{n}]) differs from "
+                f"model(x)[:, :{n}] by up to {gap:.2g}, so samples do not come from the model that "
+                f"was validated. Only rounding, {limit:.1g}, is allowed.")]
+    return None
+
+def notes_about_context(model, x):
+    """Return a note if some of the last four tokens have no influence on the logits at all.
+
+    x: token ids (B, T).
+    """
+    if x.size(1) < 8:
+        return []
+    last, changed = x.size(1) - 1, x.repeat(4, 1, 1)  # (4, B, T)
+    for distance in range(4):
+        changed[distance, :, last - distance] += 1
+        changed[distance, :, last - distance] %= int(x.max()) + 1
+    logits = model(x)[0][:, -1]
+    unseen = [distance for distance in range(4)
+              if torch.equal(model(changed[distance])[0][:, -1], logits)]
+    if not unseen:
+        return []
+    return [f"of the {last + 1} tokens in a row, the logits at the last one do not depend on token "
+            f"{', '.join(str(last - distance) for distance in unseen)} (counted from 0). If they "
+            "should, check the attention mask."]
 
 def validation_data(run):
     """Return the source of the validation data and checksums of its rows, or None.

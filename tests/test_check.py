@@ -73,7 +73,7 @@ def outcomes(text):
     return found
 
 def test_all_promises_of_the_script_hold(tmp_path):
-    """Without an edit and without git, ten promises hold, and three say why they are not checked.
+    """Without an edit and without git, eleven promises hold. Three say why they are not checked.
 
     Rows of 16 tokens are too short to tell whether they are validation data.
     """
@@ -101,8 +101,8 @@ def test_broken_promises_are_named_with_their_cause(tmp_path):
     assert done.returncode == 1, (done.stdout, done.stderr)
     found = outcomes(done.stdout)
     found.pop("processes")  # there may be one core only
-    assert found == {"same": "holds", "killed": "BROKEN", "B": "BROKEN", "saved": "holds",
-                     "samples": "BROKEN", "later": "holds", "draws": "holds", "tokens": "holds",
+    assert found == {"same": "holds", "killed": "BROKEN", "B": "BROKEN", "evaluations": "holds",
+                     "saved": "holds", "samples": "BROKEN", "later": "holds", "draws": "holds", "tokens": "holds",
                      "apart": "not checked", "loss": "BROKEN", "effect": "holds",
                      "begin": "holds"}
     assert "This changed during training and is not saved: self.calls in GPT." in done.stdout
@@ -258,13 +258,14 @@ def finished(log, path, tensors, **report):
         "draws_without_grad": False, "seeds": False, "embedded": 512,
         "in_both": BOTH, "val_data": [[16], [1]],
         "initial": {"w": [[2], 7]}, "trained": {"w": zlib.crc32(str(log).encode())},
-        "B_is_free": True, "constants": {"B": 4}} | report)
+        "B_is_free": True, "eval_every_is_free": True, "constants": {"B": 4}} | report)
 
 def stub_check(folder, no_committed="no git", **runs):
     """Return a Check whose runs are alike, but for `runs`."""
     log = {(step, "train"): "4.0" for step in range(4)} | {(4, "val"): "4.0"}
     finished_runs = {}
-    for name in ("base", "again", "continued", "nudged", "half", "two", "committed", "reloaded"):
+    for name in ("base", "again", "continued", "nudged", "half", "two", "evaluated", "committed",
+                 "reloaded"):
         changes, report = runs.get(name, ({}, {}))
         report = dict(report)
         own = {(0, "val"): "4.0"} if name == "reloaded" else log
@@ -290,6 +291,8 @@ def verdicts(folder, no_committed="no git", **runs):
      "The difference is 0.001"),
     ("processes", dict(two=({(3, "train"): "4.001"}, {})), "train differs from step 3 on"),
     ("processes", dict(two=({}, dict(tokens=1024))), "State.tokens is 512 with one process and 1,"),
+    ("evaluations", dict(evaluated=({(3, "train"): "4.1"}, {})), "train differs from step 3 on"),
+    ("evaluations", dict(evaluated=({(4, "val"): "4.1"}, {})), "val differs from step 4 on"),
     ("saved", dict(reloaded=({(0, "val"): "4.1"}, {})), "--init_from) is 4.1"),
     ("samples", dict(base=({}, dict(samples=["a wrong token", "there"]))), "a wrong token"),
     ("later", dict(base=({}, dict(later=["logits change", "by 1"]))), "logits change"),
@@ -335,9 +338,8 @@ def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
     runs["again"][1]["tensors"] = torch.zeros(2)
     assert verdicts(tmp_path, **runs)["same"].detail == "load differs from step 1 on"
     found = verdicts(tmp_path, again=({(0, "train"): "1.0"}, {}), half=({(0, "train"): "2.0"}, {}))
-    assert [found[name].outcome for name in check.PROMISES][:8] == [
-        "BROKEN", "not checked", "not checked", "not checked", "not checked", "holds", "holds",
-        "holds"]
+    assert [found[name].outcome for name in check.PROMISES][:9] == [
+        "BROKEN", *["not checked"] * 5, "holds", "holds", "holds"]
     assert found["loss"].outcome == "not checked"
 
 def test_a_metric_that_depends_on_B_or_on_processes_is_noted(tmp_path):
@@ -347,10 +349,14 @@ def test_a_metric_that_depends_on_B_or_on_processes_is_noted(tmp_path):
     note, = stub_check(tmp_path, **runs).notes_about_metrics()
     assert note.startswith("acc is 1.005 with one process and 1.1 with two processes, at step 1.")
 
-def test_a_B_that_is_not_free_to_change_is_not_checked(tmp_path):
-    """README tells those whose loss depends on B to remove it from FREE_TO_CHANGE."""
-    found = verdicts(tmp_path, half=({(1, "train"): "4.1"}, dict(B_is_free=False)))
-    assert found["B"].outcome == "not checked" and "FREE_TO_CHANGE" in found["B"].detail
+def test_constants_that_are_not_free_to_change_are_not_checked(tmp_path):
+    """README tells those whose loss depends on B to remove it from FREE_TO_CHANGE. The same is
+    true of eval_every."""
+    found = verdicts(tmp_path, half=({(1, "train"): "4.1"}, dict(B_is_free=False)),
+                     evaluated=({(1, "train"): "4.1"}, dict(eval_every_is_free=False)))
+    for promise in ("B", "evaluations"):
+        verdict = found[promise]
+        assert verdict.outcome == "not checked" and "FREE_TO_CHANGE" in verdict.detail
 
 def test_jumps_of_the_learning_rate_and_different_batches_are_noted():
     """A usual schedule and equal batches give no note."""
@@ -361,6 +367,28 @@ def test_jumps_of_the_learning_rate_and_different_batches_are_noted():
     sizes, jump = check.notes_about_schedules(edited, cfg)
     assert "8 at first, 8 at the end, and at most 80, in step 9" in sizes
     assert "from 1.00e+00 in step 29 to 5.00e-01 in step 30" in jump
+    edited = types.SimpleNamespace(get_lr=lambda step, cfg: 1.0 - step / 20,
+                                   rows_of_step=lambda cfg, step: 2)
+    note, = check.notes_about_schedules(edited, cfg)
+    assert note == "the learning rate is negative in step 39 (-9.50e-01)."
+
+def test_values_that_train_keeps_and_defaults_in_part_one_are_noted():
+    """Values that come from State, or from a clock, give no note. Neither does part two."""
+    before = "def train(run):\n    cfg, stopped = run.cfg, False\n    {}\n"
+    loop = "    while not stopped:\n        stopped = True\n        {}\ndef f():\n    Config.T\n"
+    for start, change, name in (
+            ("best, n = math.inf, cfg.T", "best = min(best, n)", "best"),
+            ("losses = []", "losses.append(1)", "losses"),
+            ("seen: dict = {}", "seen[1] = 2", "seen"),
+            ("step = run.state.step", "step += 1", ""),
+            ("t0 = time.time()", "t0 = time.time()", ""),
+            ("n = 3", "print(n)", "")):
+        notes = check.notes_about_code(before.format(start) + loop.format(change))
+        expected = f"train() keeps {name} from one step to the next in local variables"
+        assert [note.partition(", which")[0] for note in notes] == ([expected] if name else [])
+    note, = check.notes_about_code(before.format("x = Config.B") + loop.format("pass"))
+    assert note.startswith("Config.B in line 3 is the default")
+    assert check.notes_about_code("def other():\n    Config.T\n") == []
 
 class Unregistered(torch.nn.Module):
     """A model that holds parts of which torch does not know, and parts that are right."""
@@ -404,6 +432,9 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     note = check.notes_about_model(run.state, report, with_gradient)[-1]
     assert note == ("training changes weight_decay in a parameter group of AdamW from 0.0 to 0.1 "
                     "(1 parameters).")
+    model.frozen.requires_grad = True
+    note = check.notes_about_model(run.state, report, with_gradient)[0]
+    assert note.startswith("frozen are in no optimizer at the end of training (1 parameters)")
 
 def test_an_average_that_equals_the_model_is_noted():
     """A different model, or the model itself, gives no note."""
@@ -417,6 +448,48 @@ def test_an_average_that_equals_the_model_is_noted():
     assert note.startswith("eval_model has almost the same weights as raw_model")
     other.table.data += 0.02
     assert notes(model) == notes(other) == []
+
+def test_a_buffer_that_an_average_does_not_follow_is_noted():
+    """A buffer that is constant, or that the average also changes, gives no note."""
+    def notes(state):
+        return check.notes_about_buffers(state, begin)
+    model, average = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    begin = {name: check.crc_of(b) for name, b in model.named_buffers()}
+    state = types.SimpleNamespace(raw_model=model, eval_model=average)
+    assert notes(state) == []
+    model.running_mean += 1
+    note, = notes(state)
+    assert "training changes the buffer running_mean of raw_model" in note
+    average.running_mean += 0.5
+    assert notes(state) == []
+    average.running_mean -= 0.5
+    assert notes(types.SimpleNamespace(raw_model=model, eval_model=model)) == []
+
+def test_seeds_that_do_not_change_from_step_to_step_are_noted(monkeypatch):
+    """A generator that is seeded once, or with the step, gives no note."""
+    monkeypatch.setattr(torch, "Generator", torch.Generator)
+    monkeypatch.setattr(torch, "manual_seed", torch.manual_seed)
+    state = types.SimpleNamespace(step=0)
+    seeds = check.watch_seeds(state)
+    torch.Generator().manual_seed(7)
+    for state.step in range(5):
+        torch.manual_seed(state.step)
+    assert check.notes_about_seeds(seeds) == []
+    for state.step in range(5):
+        noise = torch.randn(2, generator=torch.Generator().manual_seed(7))
+    note, = check.notes_about_seeds(seeds)
+    assert "seeded with 7 in 5 steps" in note
+    state.step = 5
+    torch.manual_seed(7)
+    assert len(seeds[7]) == 6 and torch.equal(torch.randn(2), noise)
+
+def test_rows_that_are_read_several_times_are_noted():
+    """A few equal rows are not worth a note, and neither are short ones."""
+    rows = [np.full(32, i) for i in range(20)]
+    assert check.notes_about_repeated_rows([*rows, rows[0]]) == []
+    assert check.notes_about_repeated_rows([row[:16] for row in [*rows, *rows]]) == []
+    note, = check.notes_about_repeated_rows([*rows, *rows[:5]])
+    assert "5 of the first 25 rows" in note
 
 def test_parameters_that_are_not_clipped_are_known(monkeypatch):
     """The last call counts, and a single tensor or a generator may be given."""
@@ -513,6 +586,30 @@ def test_logits_that_depend_on_later_tokens_are_found():
     assert "4 of the 4 positions" in found["mean"][1]
     assert "1 of the 1 positions" in found["groups of 4"][1]
     assert "called again" in found["counter"]
+
+@torch.no_grad()
+def test_logits_that_depend_on_the_length_of_a_row_are_found():
+    """A model that draws random numbers cannot be compared."""
+    table = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    models = {
+        "causal": lambda idx: table[idx].cumsum(1),
+        "noise": lambda idx: table[idx] + torch.randn(1),
+        "from the end": lambda idx: table[idx] + torch.arange(idx.size(1), 0, -1)[None, :, None]}
+    x = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0]])
+    found = {name: check.length_problem(lambda idx: (model(idx), None), x, tolerance=1e-4)
+             for name, model in models.items()}
+    assert found["causal"] is None and found["noise"] is None
+    assert "model(x[:, :4]) differs from model(x)[:, :4] by up to 4" in found["from the end"][1]
+
+@torch.no_grad()
+def test_tokens_just_before_that_have_no_influence_are_noted():
+    """A model with a mask that is shifted by two does not see the last two tokens."""
+    table = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    x = torch.arange(16).view(2, 8) % 8
+    assert check.notes_about_context(lambda idx: (table[idx].cumsum(1), None), x) == []
+    note, = check.notes_about_context(lambda idx: (table[idx].cumsum(1).roll(2, 1), None), x)
+    assert "of the 8 tokens in a row, the logits at the last one do not depend on token 7, 6" in note
+    assert check.notes_about_context(None, x[:, :7]) == []
 
 def test_logits_of_the_padding_are_reported():
     """The cross-entropy is computed only if there is one logit for each token id."""
