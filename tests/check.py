@@ -48,6 +48,11 @@ PROMISES = {
         "the modules random or numpy.random, from the order of a set, or from hash() of a string "
         "or id() of an object, which are different in each process), or a value that depends on "
         "the time."),
+    "evaluations": ("validation and samples do not change training",
+        "Perhaps forward() updates a buffer or a counter also in validation. Do so under "
+        "`if self.training`. If training is meant to depend on the validation loss, as with early "
+        "stopping, remove eval_every from FREE_TO_CHANGE in train_gpt2.py, so that a run is "
+        "resumed with the same eval_every."),
     "killed": ("a killed run continues as if it had not been killed",
         "Something that later steps depend on is neither in State nor a parameter or buffer. Make "
         "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it. "
@@ -66,11 +71,6 @@ PROMISES = {
         "in some steps. Other reasons are a random number that is drawn before "
         "torch.manual_seed() in train_step(), for example in read_step(), or that only one process "
         "calls a function that needs all of them, such as validation_loss()."),
-    "evaluations": ("validation and samples do not change training",
-        "Perhaps forward() updates a buffer or a counter also in validation. Do so under "
-        "`if self.training`. If training is meant to depend on the validation loss, as with early "
-        "stopping, remove eval_every from FREE_TO_CHANGE in train_gpt2.py, so that a run is "
-        "resumed with the same eval_every."),
     "saved": ("what is saved is what was validated",
         "Validation depends on a value that is not saved, so the saved weights alone are a "
         "different model. Keep this value in a buffer (register_buffer, without "
@@ -85,8 +85,8 @@ PROMISES = {
     "later": ("a token's logits do not depend on later tokens",
         "If the logits change with later tokens, the model sees tokens that it should predict, and "
         "its loss is too low. Usual reasons are an attention mask, a convolution that is padded on "
-        "both sides, or a norm, a mean or a top-k over all positions. If the loss ignores the targets of such tokens, as in a prefix "
-        "language model, this is as it should be."),
+        "both sides, or a norm, a mean or a top-k over all positions. If the loss ignores the "
+        "targets of such tokens, as in a prefix language model, this is as it should be."),
     "draws": ("each step draws new random numbers",
         "forward() seeds torch's generator, for example by torch.manual_seed(). train_step() has "
         "already seeded it for the step, so dropout would use the same masks in each step. Draw "
@@ -115,7 +115,7 @@ PROMISES = {
         "from the seed and the parameter's name."),
 }
 # Promises whose check compares values that are the same in each run of an unedited script
-NEED_EQUAL_RUNS = ("killed", "B", "processes", "evaluations", "saved", "loss")
+NEED_EQUAL_RUNS = ("evaluations", "killed", "B", "processes", "saved", "loss")
 # Flags that this command sets itself
 OWN_FLAGS = ("log_dir", "max_steps", "epochs", "minutes", "eval_every", "save_every", "keep_every",
              "sample", "compile")
@@ -577,6 +577,20 @@ class Check:
             self.unsteady = set()
         return self.compare_all(again, "in the first run", "in the second run")
 
+    def check_evaluations(self):
+        run, every = self.result("evaluated"), self.plan.common["eval_every"]
+        if not run.report["eval_every_is_free"]:
+            raise Unchecked("eval_every is not in FREE_TO_CHANGE, so it may affect training")
+        one, two = [{key: value for key, value in losses_of(log).items()
+                     if key[1] == "train" or key[0] == self.plan.options.steps}
+                    for log in (self.base.log, run.log)]
+        difference = first_difference(one, two, None if self.plan.exact else self.allowed())
+        if difference:
+            return difference.verdict(
+                f"with a validation every {every} steps",
+                "with samples instead of most validations", self.hint(self.base))
+        return holds()
+
     def check_killed(self):
         run, saved = self.result("continued"), self.plan.saved
         if run.report["step"] != saved:
@@ -606,20 +620,6 @@ class Check:
             raise Unchecked(self.plan.no_processes)
         return self.compare_losses(self.result("half"), self.result("two"), "with one process",
                                    "with two processes and the same B", self.plan.remark)
-
-    def check_evaluations(self):
-        run, every = self.result("evaluated"), self.plan.common["eval_every"]
-        if not run.report["eval_every_is_free"]:
-            raise Unchecked("eval_every is not in FREE_TO_CHANGE, so it may affect training")
-        one, two = [{key: value for key, value in losses_of(log).items()
-                     if key[1] == "train" or key[0] == self.plan.options.steps}
-                    for log in (self.base.log, run.log)]
-        difference = first_difference(one, two, None if self.plan.exact else self.allowed())
-        if difference:
-            return difference.verdict(
-                f"with a validation every {every} steps",
-                "with samples instead of most validations", self.hint(self.base))
-        return holds()
 
     def compare_val(self, other, what, *evidence):
         """Return the Verdict on a number that must equal the last validation loss."""
@@ -1141,9 +1141,9 @@ def notes_about_model(state, report, with_gradient):
     left_out = [name for name, p in state.raw_model.named_parameters()
                 if p.requires_grad and id(p) not in owned]
     if left_out:
-        notes.append(f"{', '.join(left_out[:4])} are in no optimizer at the end of training "
-                     f"({len(left_out)} parameters), so they are not trained. Perhaps they were "
-                     "replaced, or unfrozen, after configure_optimizers().")
+        notes.append(f"at the end of training, no optimizer has {', '.join(left_out[:4])} "
+                     f"({len(left_out)} in all). Perhaps these parameters were replaced, or "
+                     "unfrozen, after configure_optimizers().")
     for name, p in state.raw_model.named_parameters():
         unseen = name not in with_gradient and name not in left_out
         if p.requires_grad and name in report["initial"] and unseen:
@@ -1213,7 +1213,7 @@ def notes_about_buffers(state, begin):
             "initial value. If validation uses it, copy it when you update the average."]
 
 def notes_about_seeds(seeds):
-    """Return a note if a generator gets the same seed in many steps. seeds: {seed: set of steps}."""
+    """Return a note if a generator gets the same seed in many steps. seeds: {seed: steps}."""
     often = [seed for seed, steps in seeds.items() if len(steps) > 3]
     if not often:
         return []
@@ -1227,8 +1227,8 @@ def notes_about_repeated_rows(rows):
     repeated = sum(n - 1 for n in times.values())
     if repeated <= 0.05 * len(rows):  # a text may repeat itself
         return []
-    return [f"{repeated} of the first {len(rows)} rows that the model is trained on are repetitions "
-            "of other rows. Check read_step()."]
+    return [f"{repeated} of the first {len(rows)} rows that the model is trained on are "
+            "repetitions of other rows. Check read_step()."]
 
 def notes_about_clipping(state, clipped):
     """Return a note if some gradients are not clipped. clipped: the ids of the other parameters."""

@@ -102,9 +102,9 @@ def test_broken_promises_are_named_with_their_cause(tmp_path):
     found = outcomes(done.stdout)
     found.pop("processes")  # there may be one core only
     assert found == {"same": "holds", "killed": "BROKEN", "B": "BROKEN", "evaluations": "holds",
-                     "saved": "holds", "samples": "BROKEN", "later": "holds", "draws": "holds", "tokens": "holds",
-                     "apart": "not checked", "loss": "BROKEN", "effect": "holds",
-                     "begin": "holds"}
+                     "saved": "holds", "samples": "BROKEN", "later": "holds", "draws": "holds",
+                     "tokens": "holds", "apart": "not checked", "loss": "BROKEN",
+                     "effect": "holds", "begin": "holds"}
     assert "This changed during training and is not saved: self.calls in GPT." in done.stdout
     assert "neither in State" in done.stdout
 
@@ -434,7 +434,7 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
                     "(1 parameters).")
     model.frozen.requires_grad = True
     note = check.notes_about_model(run.state, report, with_gradient)[0]
-    assert note.startswith("frozen are in no optimizer at the end of training (1 parameters)")
+    assert note.startswith("at the end of training, no optimizer has frozen (1 in all)")
 
 def test_an_average_that_equals_the_model_is_noted():
     """A different model, or the model itself, gives no note."""
@@ -608,7 +608,8 @@ def test_tokens_just_before_that_have_no_influence_are_noted():
     x = torch.arange(16).view(2, 8) % 8
     assert check.notes_about_context(lambda idx: (table[idx].cumsum(1), None), x) == []
     note, = check.notes_about_context(lambda idx: (table[idx].cumsum(1).roll(2, 1), None), x)
-    assert "of the 8 tokens in a row, the logits at the last one do not depend on token 7, 6" in note
+    assert "of the 8 tokens in a row, the logits at the last one do not depend on token 7, 6" in (
+        note)
     assert check.notes_about_context(None, x[:, :7]) == []
 
 def test_logits_of_the_padding_are_reported():
