@@ -988,7 +988,9 @@ class Watched:
             were_watched = state.optimizers == self.optimizers and all(
                 isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
             with_gradient = self.with_gradient if were_watched else report["initial"]
-            notes += notes_about_model(state, report, with_gradient)
+            notes += notes_about_parameters(state, report["initial"], with_gradient)
+            notes += notes_about_attributes(state.raw_model, report["changed"])
+            notes += notes_about_groups(state.optimizers) + notes_about_copies(state)
             notes += notes_about_average(state, self.begin)
             notes += notes_about_buffers(state, self.buffers)
             notes += notes_about_clipping(state, self.clipped)
@@ -1129,25 +1131,24 @@ def changed_names(loop):
             names.add(ast.unparse(node.value.func).rpartition(".")[0])
     return names
 
-def notes_about_model(state, report, with_gradient):
-    """Return notes on the trained model.
+def notes_about_parameters(state, initial, with_gradient):
+    """Return notes on parameters that no optimizer has, or that got no gradient.
 
-    report: with "initial" and "changed". with_gradient: the names of the parameters that have got a
-    gradient.
+    initial: {name: (shape, checksum)} before training. with_gradient: the names of the parameters
+    that have got a gradient.
     """
-    notes, unused, decayed = [], [], []
+    notes, unused, decayed, left_out = [], [], [], []
     owned = {id(p) for optimizer in state.optimizers for group in optimizer.param_groups
              for p in group["params"]}
-    left_out = [name for name, p in state.raw_model.named_parameters()
-                if p.requires_grad and id(p) not in owned]
+    for name, p in state.raw_model.named_parameters():
+        if p.requires_grad and id(p) not in owned:
+            left_out.append(name)
+        elif p.requires_grad and name in initial and name not in with_gradient:
+            (unused if crc_of(p) == initial[name][1] else decayed).append(name)
     if left_out:
         notes.append(f"at the end of training, no optimizer has {', '.join(left_out[:4])} "
                      f"({len(left_out)} in all). Perhaps these parameters were replaced, or "
                      "unfrozen, after configure_optimizers().")
-    for name, p in state.raw_model.named_parameters():
-        unseen = name not in with_gradient and name not in left_out
-        if p.requires_grad and name in report["initial"] and unseen:
-            (unused if crc_of(p) == report["initial"][name][1] else decayed).append(name)
     if unused:
         notes.append(f"{', '.join(unused[:4])} got no gradient in any step ({len(unused)} "
                      "parameters). They are not used, or they are detached.")
@@ -1155,16 +1156,29 @@ def notes_about_model(state, report, with_gradient):
         notes.append(f"{', '.join(decayed[:4])} got no gradient in any step, but changed, for "
                      f"example by weight decay ({len(decayed)} parameters). To freeze parameters, "
                      "set requires_grad=False.")
-    for module in state.raw_model.modules():
+    return notes
+
+def notes_about_attributes(model, changed):
+    """Return notes on tensors in the model's modules that are neither parameters nor buffers.
+
+    changed: names of values that training has changed. Such a value is usually computed in
+    forward().
+    """
+    notes = []
+    for module in model.modules():
         for name, value in vars(module).items():
             label = f"self.{name} in {type(module).__name__}"
-            # A value that has changed is usually computed in forward()
-            if not name.startswith("_") and is_left_out(value) and label not in report["changed"]:
+            if not name.startswith("_") and is_left_out(value) and label not in changed:
                 notes.append(f"{label} holds a tensor that is neither a parameter nor a buffer of "
                              "the model, so it is neither trained nor saved, nor moved to the GPU. "
                              "Use nn.Parameter, nn.ModuleList or, for a constant, "
                              "register_buffer().")
-    for optimizer in state.optimizers:
+    return list(dict.fromkeys(notes))[:4]  # modules of the same class give the same note
+
+def notes_about_groups(optimizers):
+    """Return notes on hyperparameters of optimizer groups that training changes, except lr."""
+    notes = []
+    for optimizer in optimizers:
         for group in optimizer.param_groups:
             before = group.get("initial", group)
             for name in before.keys() - {"lr", "initial"}:
@@ -1172,13 +1186,16 @@ def notes_about_model(state, report, with_gradient):
                     notes.append(f"training changes {name} in a parameter group of "
                                  f"{type(optimizer).__name__} from {before[name]} to "
                                  f"{group.get(name)} ({len(group['params'])} parameters).")
+    return list(dict.fromkeys(notes))[:4]
+
+def notes_about_copies(state):
+    """Return notes on attributes of State that hold the weights of raw_model, and not a copy."""
     weights = {p.data_ptr() for p in state.raw_model.parameters()}
-    for name, content in state.state_dict().items():
-        own = name not in ("raw_model", "optimizers", "scaler")
-        if own and any(part.data_ptr() in weights for _, part in tensors_of(content)):
-            notes.append(f"State.{name} holds the weights of raw_model themselves, so it changes "
-                         "with them. To keep earlier weights, copy them with clone().")
-    return list(dict.fromkeys(notes))[:8]  # modules of the same class give the same note
+    return [f"State.{name} holds the weights of raw_model themselves, so it changes with them. To "
+            "keep earlier weights, copy them with clone()."
+            for name, content in state.state_dict().items()
+            if name not in ("raw_model", "optimizers", "scaler")
+            and any(part.data_ptr() in weights for _, part in tensors_of(content))]
 
 def notes_about_average(state, begin):
     """Return a note if eval_model is another model than raw_model, but has the same weights.
@@ -1315,22 +1332,7 @@ def examine(run, tolerance):
     """
     model, T = run.state.eval_model, run.cfg.T
     x, _ = run.val_loader.batch(0, 2, run.device)
-    n = min(12, T // 2)
-    report = {"samples": None, "drawn": None, "notes": []}
-    try:
-        for prompt in (x[:, :T // 4], x[:, n // 2:]):  # the second continuation exceeds the context
-            report["samples"] = report["samples"] or sample_problem(model, prompt, n, T, tolerance)
-        for _ in range(2):
-            torch.manual_seed(0)
-            before = report["drawn"]
-            # A high temperature shows an edit that leaves out unlikely tokens
-            report["drawn"] = model.generate(x[:1, :1].repeat(8, 1), 64, temperature=1.5).tolist()
-        if report["drawn"] != before and not report["samples"]:
-            report["samples"] = ["generate() returns other tokens although the seed is the same",
-                                 "Its random numbers should come from torch's generator."]
-    except Exception as e:
-        place = "\n".join(places_in_scripts(traceback.format_exc())[-1:])
-        report["samples"] = ["generate() stops with an error", f"{place}\n{type(e).__name__}: {e}"]
+    report = examine_samples(model, x, T, tolerance) | {"notes": []}
     try:
         report["later"] = (leak_problem(model, x, tolerance / 10)
                            or length_problem(model, x, tolerance))
@@ -1355,6 +1357,24 @@ def examine(run, tolerance):
     raw_model.eval()
     report["samples"] = report["samples"] or sample_problem_if_sharpened(model, x, T, tolerance)
     return report
+
+def examine_samples(model, x, T, tolerance):
+    """Return {"samples": a problem or None, "drawn": token ids}. x: token ids (B, T)."""
+    n, problem, drawn = min(12, T // 2), None, []
+    try:
+        for prompt in (x[:, :T // 4], x[:, n // 2:]):  # the second continuation exceeds the context
+            problem = problem or sample_problem(model, prompt, n, T, tolerance)
+        for _ in range(2):
+            torch.manual_seed(0)
+            # A high temperature shows an edit that leaves out unlikely tokens
+            drawn.append(model.generate(x[:1, :1].repeat(8, 1), 64, temperature=1.5).tolist())
+        if drawn[0] != drawn[1]:
+            problem = problem or ["generate() returns other tokens although the seed is the same",
+                                  "Its random numbers should come from torch's generator."]
+    except Exception as e:
+        place = "\n".join(places_in_scripts(traceback.format_exc())[-1:])
+        problem = ["generate() stops with an error", f"{place}\n{type(e).__name__}: {e}"]
+    return {"samples": problem, "drawn": drawn[-1:]}
 
 def sample_problem(model, prompt, n, T, tolerance):
     """Return [what is wrong, where] if greedy tokens are not the arg max of model(idx), or None.

@@ -417,23 +417,23 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     model.layers[0](model.weight).sum().backward()
     model.decayed.grad = torch.zeros(2)
     adamw.step()
-    report = {"initial": initial, "changed": ["self.last in Unregistered"]}
-    notes = check.notes_about_model(run.state, report, with_gradient)
+    notes = check.notes_about_parameters(run.state, initial, with_gradient)
+    notes += check.notes_about_attributes(model, ["self.last in Unregistered"])
     assert [note[:48] for note in notes] == [
         "unused got no gradient in any step (1 parameters",
         "decayed got no gradient in any step, but changed",
         "self.gate in Unregistered holds a tensor that is",
         "self.layers in Unregistered holds a tensor that "]
+    assert check.notes_about_copies(run.state) == check.notes_about_groups([adamw]) == []
     run.state.state_dict = lambda: {"last": [{"weight": model.weight}]}
-    note = check.notes_about_model(run.state, report, with_gradient)[-1]
+    note, = check.notes_about_copies(run.state)
     assert note.startswith("State.last holds the weights of raw_model themselves")
-    run.state.state_dict = dict
     adamw.param_groups[1]["weight_decay"] = 0.1
-    note = check.notes_about_model(run.state, report, with_gradient)[-1]
+    note, = check.notes_about_groups([adamw])
     assert note == ("training changes weight_decay in a parameter group of AdamW from 0.0 to 0.1 "
                     "(1 parameters).")
     model.frozen.requires_grad = True
-    note = check.notes_about_model(run.state, report, with_gradient)[0]
+    note = check.notes_about_parameters(run.state, initial, with_gradient)[0]
     assert note.startswith("at the end of training, no optimizer has frozen (1 in all)")
 
 def test_an_average_that_equals_the_model_is_noted():
