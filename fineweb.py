@@ -80,7 +80,7 @@ def encoding_parts(name):
     if name == "bytes":
         return dict(
             name=name,
-            pat_str=r"(?s:.{1,128})",  # bytes are never merged, so any way to split a text will do
+            pat_str=r"(?s:.{1,128})",  # bytes never merge, so any way of splitting a text will do
             mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={"<|endoftext|>": 256})
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
@@ -117,7 +117,7 @@ def hugging_face_tokenizer(encoding, context):
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
     parts = encoding_parts(encoding.name)
-    letters = bytes_to_unicode()  # the library represents each byte as one Unicode character
+    letters = bytes_to_unicode()  # tokenizers represents each byte as one Unicode character
     vocabulary = {"".join(letters[byte] for byte in token): i
                   for token, i in parts["mergeable_ranks"].items()}
     # generate_merges() wants the highest score for the token that is merged first. In tiktoken,
@@ -125,14 +125,14 @@ def hugging_face_tokenizer(encoding, context):
     scores = {token: -i for token, i in vocabulary.items()}
     merges = generate_merges(vocabulary, scores)
     special_tokens = dict(parts["special_tokens"])
-    # The library does not allow unused ids, but cl100k_base has some. Add special tokens for them.
+    # tokenizers does not allow unused ids, but cl100k_base has some. Add special tokens for them.
     used = {*vocabulary.values(), *special_tokens.values()}
     special_tokens |= {f"<|unused{i}|>": i for i in range(encoding.n_vocab) if i not in used}
     vocabulary |= special_tokens
     backend = Tokenizer(models.BPE(vocabulary, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if merges:  # the bytes encoding has no merges, so a text need not be split before merging
-        # In tiktoken's patterns, the + in {1,3}+ makes the quantifier possessive. The library would
+        # In tiktoken's patterns, the + in {1,3}+ makes the quantifier possessive. tokenizers would
         # read this + as a repetition. Removing it does not change what the pattern matches.
         pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", parts["pat_str"])
         pieces = pre_tokenizers.Split(Regex(pattern), "isolated")
@@ -228,7 +228,7 @@ def make_config(cls, values):
 
     cls: a dataclass whose fields all have defaults.
     values: {name: value}, where a value may be a string such as "1e3".
-    Raise UserError for an unknown name, a missing or unusual type, or an impossible value.
+    Raise UserError for an unknown name, a missing or unsupported type, or an impossible value.
     """
     types = cls.__annotations__
     for name in vars(cls):  # an edit may have added a constant without a type
@@ -320,7 +320,7 @@ def read_batches(urls, start_file, start_row):
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
-        texts = []  # of the current batch; its length also tells which row cannot be read
+        texts = []  # those of the current batch
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
@@ -332,7 +332,7 @@ def read_batches(urls, start_file, start_row):
                     row += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            failed_row = row + len(texts) + 1  # counted from 1
+            failed_row = row + len(texts) + 1  # the row after those that were read, counted from 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{first_line(e)}): repair the file or the network, and repeat the "
                             f"command to resume.") from None
@@ -458,17 +458,19 @@ def end_at_once(signal_number, frame):
 def start_workers(nprocs, encoding_name):
     """Return nprocs new Workers, which never receive STOP_SIGNALS.
 
-    A worker inherits the blocked signals of the thread that starts it, and keeps them blocked. So
-    this thread blocks STOP_SIGNALS while it starts the workers.
+    Two things are needed while the workers are being started:
 
-    During this time, the main process must not end, because a worker that is still starting would
-    print a traceback. Blocking does not prevent that, since the system may deliver a signal to
-    another thread of a library. So there is also a handler, which records a signal. It is raised
-    again when all workers have been started.
+    - For the workers, this thread blocks STOP_SIGNALS. A worker inherits the blocked signals of the
+      thread that starts it, and keeps them blocked.
+    - The main process must not end, because a worker that is still starting would then print a
+      traceback. A signal can end it although this thread blocks it, since the system may deliver
+      the signal to a thread that a library has started. So a temporary handler only records
+      signals, and they are raised again when all workers have been started.
     """
-    arrived, handlers = [], {}
+    arrived, usual_handlers = [], {}
     for number in STOP_SIGNALS:
-        handlers[number] = signal.signal(number, lambda received, frame: arrived.append(received))
+        usual_handlers[number] = signal.signal(
+            number, lambda received, frame: arrived.append(received))
     can_block = hasattr(signal, "pthread_sigmask")  # False on Windows
     if can_block:
         # Multiprocessing unblocks signals when it starts its resource tracker, so start it first.
@@ -479,7 +481,7 @@ def start_workers(nprocs, encoding_name):
     finally:
         if can_block:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-        for number, handler in handlers.items():
+        for number, handler in usual_handlers.items():
             signal.signal(number, handler)
         for number in arrived:
             signal.raise_signal(number)
@@ -541,12 +543,12 @@ def settings_of(cfg, files, shards):
     """Return {name: value} for everything that determines the content of these Shards.
 
     These are shard_size, encoding, and the names and sizes of all files up to the one in which the
-    last shard ends. Later files may be added or changed before the next run.
+    next shard would begin. Files after this one may be added or changed before the next run.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # If the shards reach the end of the corpus, this is one more than the number of files. A file
-    # that is added at the end then counts as a change.
+    # If the shards contain the whole corpus, the next shard would begin in a file that does not
+    # exist yet. If it is added later, it becomes part of the settings, so that they differ.
     n_used = shards[-1].end.file_number + 1 if shards else 0
     for number, (url, size) in enumerate(files[:n_used]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -595,7 +597,7 @@ def write_into_local_dir(cfg, name, write):
                         f"finished shard.") from None
 
 def find_finished(cfg, files):
-    """Return the finished Shards in local_dir to which this run adds.
+    """Return the finished Shards in local_dir, after which this run continues.
 
     These are the shards in the manifest, up to the first one whose file is missing.
 
@@ -660,7 +662,7 @@ def add_shards(cfg, files, finished):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     start = finished[-1].end if finished else Place(0, 0, 0)
     shards = list(finished)
-    write_manifest(cfg, files, shards)  # leaves out a shard whose file is missing, and later ones
+    write_manifest(cfg, files, shards)  # without the shards that find_finished() has left out
     batches = read_batches([url for url, size in files], start.file_number, start.row)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,

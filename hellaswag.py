@@ -4,7 +4,9 @@
     python hellaswag.py -m gpt2-xl -d cuda      # any causal LM on the hub
     python hellaswag.py -m log/hf --limit 1000  # a model that you have trained
 
-In Python: evaluate(model, prepare(iterate_examples("val"), model, encode))
+In Python, with a function `encode` from a text to the model's token ids:
+
+    evaluate(model, prepare(iterate_examples("val"), model, encode))
 
 HellaSwag (arXiv:1905.07830) asks which of four endings continues a text. Its validation split has
 10,042 questions such as this one, where "label" is the index of the right ending:
@@ -45,14 +47,14 @@ class Prepared(NamedTuple):
     batches: list          # for each batch: row numbers (R,), tokens (R, N), is_ending (R, N)
     labels: torch.Tensor   # (Q,) the index of the right ending
     lengths: torch.Tensor  # (Q, 4) the number of tokens in each ending
-    cut: int               # the number of questions whose context was cut on the left to fit
+    cut: int               # the number of questions whose context was truncated to fit
 
 class Score(NamedTuple):
     """The result of evaluate()."""
     acc: float       # share of questions whose right ending has the lowest sum of losses
     acc_norm: float  # share of questions whose right ending has the lowest mean loss per token
     total: int       # number of questions
-    cut: int         # number of questions whose context was cut on the left to fit
+    cut: int         # number of questions whose context was truncated to fit
 
 # ----------------------------------------------------------------------------------- questions
 # Download the questions once, and check them whenever they are read.
@@ -157,9 +159,9 @@ def cut_to_fit(context, endings, block_size):
     """Cut a question so that each row fits a model. Return its (context, endings) as token ids.
 
     A row is the context followed by an ending. It has at most block_size + 1 tokens, because its
-    last token is only a target, not an input. The context, which all four rows share, is cut on the
-    left. An ending of more than block_size tokens is cut on the right, so that at least one token
-    of the context is left.
+    last token is only a target, not an input. The context, which all four rows share, is truncated
+    from the left. An ending of more than block_size tokens is truncated from the right, so that at
+    least one token of the context remains.
     """
     endings = [ending[:block_size] for ending in endings]
     longest_ending = max(len(ending) for ending in endings)
@@ -329,12 +331,13 @@ def score(args):
     model, encode = load_model(args.model, args.device)
     # Like the published scores, these are computed in float32, except that GPUs may use TF32, which
     # is faster. It rounds only the inputs of matrix multiplications, so the logits remain exact
-    # enough. bfloat16 would be too inexact, because GPT-2's logits are near -35, where neighbouring
-    # bfloat16 numbers differ by 1/4.
+    # enough. bfloat16 would be too inexact for this, because GPT-2's logits are near -35, where
+    # neighbouring bfloat16 numbers differ by 1/4. (train_gpt2.py scores in the dtype of training.
+    # Such a score may therefore differ slightly from the one that this command prints.)
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "
-          f"({result.cut:,} of them cut on the left to fit)")
+          f"({result.cut:,} of them with a truncated context)")
     for name, accuracy, criterion in (("acc", result.acc, "lowest sum of losses"),
                                       ("acc_norm", result.acc_norm, "lowest mean loss per token")):
         standard_error = math.sqrt(accuracy * (1 - accuracy) / result.total)

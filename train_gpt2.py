@@ -6,9 +6,9 @@
     tail -f log/log.txt      # lines of the form "<step> <metric> <value>"
 
 To change a setting, edit the constants in Config, or give a flag
-(--max_lr=1e-3). Training on a text file uses the constants in SMALL or, if it
-starts from given weights, those in FINETUNE. Ctrl-C saves the run and stops it.
-To resume the run, repeat the command.
+(--max_lr=1e-3). Training on a text file uses the constants in SMALL. If it
+starts from existing weights (init_from), it uses those in FINETUNE. Ctrl-C
+saves the run and stops it. To resume the run, repeat the command.
 
 One idea keeps the script simple: the data of a step is a pure function of
 (seed, step). A run can therefore be resumed simply by starting at a later step,
@@ -73,7 +73,7 @@ class Config:
     """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
-    shuffle: bool = True            # read the data in random order, one shard after the other
+    shuffle: bool = True            # shuffle the shards, and the rows within each shard
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
@@ -95,7 +95,7 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
     epochs: float = 0.0             # passes over the data; if above 0, this sets max_steps
-    minutes: float = 0.0            # if above 0, train for as many steps as fit into these minutes
+    minutes: float = 0.0            # if above 0, train for as many steps as fit into this time
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -142,11 +142,13 @@ FINETUNE = dict(
 PLACEHOLDER = 2.0**17  # no real weight is this large
 
 def draw_later(layer, std=0.02):
-    """Fill a layer's weight with placeholders. init_weights() later draws Normal(0, std).
+    """Fill a layer's weight with placeholders, set its bias to 0, and return the layer.
 
-    Set the layer's bias to 0. Return the layer. Elements of the weight that you set to other values
-    after this call keep them, since only placeholders are replaced. Do not scale or copy the weight
-    before it is drawn. (check_parameters() raises an error if a placeholder was changed or copied.)
+    init_weights() later replaces the placeholders with draws from Normal(0, std).
+
+    For edits: you may set elements of the weight to other values after this call. You must not
+    scale or copy the weight before init_weights(): check_parameters() raises an error if a
+    placeholder was changed or copied.
     """
     nn.init.constant_(layer.weight, PLACEHOLDER)
     layer.weight.init_std = std
@@ -175,7 +177,7 @@ class GPTConfig:
 
     For a new model, block_size is T in Config, vocab_size and n_vocab come from the encoding, and
     all others have the values in Config. If training starts from existing weights, the weights
-    determine all constants except dropout (see model_config).
+    determine all constants except dropout.
     """
     block_size: int = 1024   # longest context, in tokens
     vocab_size: int = 50304  # rows of the embedding: n_vocab padded to a multiple of 128
@@ -339,12 +341,12 @@ class GPT(nn.Module):
         return model
 
 # ---- The model to train
-def build_model(cfg, config):
-    """Return a GPT with initial weights. cfg is the Config of the run, config is a GPTConfig.
+def build_model(cfg, gpt_config):
+    """Return a GPT with initial weights. cfg is the Config of the run.
 
-    If the weights come from elsewhere, the caller loads them afterwards: from init_from, from the
-    checkpoint of a resumed run, or from the checkpoint to sample from or to export. So do not copy
-    weights here, for example as an anchor for fine-tuning. Do that in State.__post_init__.
+    To fine-tune, resume, sample or export, the script loads existing weights into this model later.
+    An edit that needs a copy of these, for example to penalize the distance from them, makes the
+    copy in a method __post_init__() of State.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
@@ -352,7 +354,8 @@ def build_model(cfg, config):
     with .to(idx.device).
     """
     torch.manual_seed(cfg.seed)  # for layers that an edit adds without draw_later()
-    return GPT(config, cfg.seed)
+    model = GPT(gpt_config, cfg.seed)
+    return model
 
 # ---- Data
 class DataLoaderLite:
@@ -368,8 +371,8 @@ class DataLoaderLite:
     rows 12 to 23 are the same pieces in the order of epoch 1, and so on.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
-    UserError. recut: from epoch 1 on, cut the shards at other tokens in each epoch, so that a small
-    text yields new rows.
+    UserError. recut: from epoch 1 on, cut the shards at different tokens in each epoch, so that a
+    small text yields new rows.
     """
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
@@ -388,18 +391,18 @@ class DataLoaderLite:
         order 1, 2, 0, then row 17 is piece 2, which begins at token 20.
         """
         epoch, n_read = divmod(row, self.rows_per_epoch)          # 1, 5
-        shard_order = permutation(self.shuffle, len(self.shards), self.seed, epoch)  # 2, 0, 1
+        shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1
         ends = self.pieces_in_shard[shard_order].cumsum()         # 4, 7, 12
         i = int(ends.searchsorted(n_read, side="right"))          # 1
         shard = int(shard_order[i])                               # 0
         n_pieces = int(self.pieces_in_shard[shard])               # 3
         n_read_of_shard = n_read - (int(ends[i]) - n_pieces)      # 1
-        piece_order = permutation(self.shuffle, n_pieces, self.seed, epoch, shard)  # 1, 2, 0
+        piece_order = order_of(n_pieces, self.shuffle, self.seed, epoch, shard)  # 1, 2, 0
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
-            # Move the cuts of this epoch to the left by less than T tokens. (The first piece still
-            # begins at token 0.) Multiples of 0.618 T, modulo T, are far apart, so consecutive
-            # epochs get different pieces
+            # Move the cuts of this epoch to the left by less than T tokens. Only the first piece
+            # still begins at token 0, so it overlaps the second one. Multiples of 0.618 T, modulo
+            # T, are far apart, so consecutive epochs get different pieces
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -430,12 +433,12 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds 4 permutations: for the training loader and for the validation loader, the order
-# of the shards and the order of the pieces in the current shard. Keeping the order of the pieces
-# for all shards would need too much memory
+# The cache holds 4 permutations, two for each loader: the order of the shards, and the order of the
+# pieces in the current shard. Keeping the order of the pieces for all shards would need too much
+# memory
 @lru_cache(maxsize=4)
-def permutation(shuffle, n, *key):
-    """Return 0 ... n - 1, shuffled with `key` as the seed, or in order if `shuffle` is False.
+def order_of(n, shuffle, *key):
+    """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
 
     RandomState gives the same result in every version of NumPy.
     """
@@ -568,7 +571,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # duration of all steps, except the first one after each start
+    minutes: float = 0.0          # duration of the steps so far, without the first of each start
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -598,7 +601,7 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
-    hellaswag: object             # a hellaswag.Prepared, or None if HellaSwag is not scored
+    hellaswag_questions: object   # a hellaswag.Prepared, or None if HellaSwag is not scored
     folder: "RunFolder"           # writes the files in log_dir
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
@@ -620,7 +623,7 @@ def validation_loss(run, loader, model=None):
     for row in range(rank() * cfg.B, n_rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
         if row + cfg.B > n_rows:
-            # The last batch also contains later rows (or rows of epoch 1). Ignore their targets
+            # The last batch may contain more rows than are wanted. Ignore the targets of the others
             y[n_rows - row:] = -100
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
@@ -646,16 +649,17 @@ def read_step(run):
 def loss_weights(batches):
     """Return the weight of each micro-batch in the mean loss of a step, as a tensor.
 
-    Each weight is 1 / len(batches), because backward() adds the gradients of the micro-batches up.
-    (DDP takes care of the mean over the processes.)
+    The weight of a micro-batch is its share of the targets of this process. All micro-batches have
+    equally many targets, so each weight is 1 / len(batches). backward() sums the gradients of the
+    micro-batches, so the weights turn the sum into a mean. (DDP takes the mean over processes.)
 
-    For edits: if an edit of read_step() sets targets to -100, a weight is proportional to the
-    number of targets that are left in the micro-batch, so that the mean over all targets of all
-    processes stays exact.
+    For edits: if an edit of read_step() sets targets to -100, micro-batches and processes have
+    different numbers of targets. Each number is therefore divided by the mean number of targets per
+    process, so that the loss stays the exact mean over all targets of all processes.
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    mean_over_processes = sum_over_ranks(n_targets.sum()) / world_size()
-    return n_targets / mean_over_processes
+    targets_per_process = sum_over_ranks(n_targets.sum()) / world_size()
+    return n_targets / targets_per_process
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
@@ -670,8 +674,8 @@ def train_step(run):
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
     for (row, x, y), weight in zip(batches, loss_weights(batches)):
-        # What dropout sets to 0 is determined by the seed and the number of the first row, so that
-        # a restart repeats it. (With dropout, a different B therefore changes the losses slightly)
+        # The dropout mask depends only on the seed and on the number of the first row, so a resumed
+        # run repeats it. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
         # DDP averages gradients over the processes during the backward pass. Only the last
         # micro-step needs that; before it, gradients accumulate locally. The forward pass must
@@ -681,7 +685,7 @@ def train_step(run):
         with ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # backward() adds gradients up. The weights, 1 / len(batches), turn the sum into a mean
+            # backward() sums gradients. The weights, 1 / len(batches), turn the sum into a mean
             loss = loss * weight
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
@@ -689,9 +693,9 @@ def train_step(run):
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: because of this seed, random numbers drawn below are the same in all processes
+    # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss. With
+    # the following seed, random numbers that you draw are the same in all processes
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
-    # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
     state.step += 1
@@ -701,10 +705,11 @@ def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
     A group that configure_optimizers() built with max_lr gets the learning rate of get_lr(). A
-    group that was built with a different one, such as Muon's, follows the same curve, scaled. (The
-    "initial" values are those that configure_optimizers() has set.)
+    group that was built with a different one, such as Muon's, follows a scaled copy of the same
+    curve. (build_state() has stored the values from configure_optimizers() in group["initial"].)
     """
-    remember_initial_values(state.optimizers)  # For edits: of an optimizer that replaces another
+    # For edits: this does nothing unless an edit has replaced an optimizer during the run
+    remember_initial_values(state.optimizers)
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
@@ -737,7 +742,7 @@ def train(run):
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
-        if due(cfg.hellaswag_every, run) and run.hellaswag:
+        if due(cfg.hellaswag_every, run) and run.hellaswag_questions:
             report(run, step, "hella", hellaswag_score(run), print_always=True)
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
             run.folder.plot()
@@ -785,7 +790,10 @@ def content_of(value):
         content = value.state_dict()
         content["class"] = type(value).__name__
         groups = content["param_groups"]
-        content["param_groups"] = [without_initial_values(group) for group in groups]
+        # For edits: an optimizer that has just replaced another has no "initial" before its first
+        # step
+        content["param_groups"] = [
+            without_initial_values(group, initial=group.get("initial", {})) for group in groups]
         return content
     if hasattr(value, "state_dict"):
         return value.state_dict()
@@ -794,9 +802,9 @@ def content_of(value):
     return value
 
 def remember_initial_values(optimizers):
-    """Store in each optimizer group, as group["initial"], its hyperparameters, such as lr.
+    """Store the hyperparameters of each optimizer group, such as lr, in group["initial"].
 
-    build_state() calls this when configure_optimizers() has set them and before training changes
+    build_state() calls this after configure_optimizers() has set them and before training changes
     any. A group that already has "initial" is left unchanged.
     """
     for optimizer in optimizers:
@@ -805,16 +813,15 @@ def remember_initial_values(optimizers):
                 group["initial"] = {name: value for name, value in group.items()
                                     if name not in ("params", "param_names")}
 
-def without_initial_values(group):
-    """Return an optimizer group without the hyperparameters that still have their initial value.
+def without_initial_values(group, initial):
+    """Return the part of an optimizer group that a checkpoint saves.
 
-    These are not saved. A resumed run takes them from the code, so that an edit takes effect. The
-    rest is saved: the list of parameters, and hyperparameters that training has changed, for
-    example a step count that an optimizer stores in its groups. (This includes lr, but
-    step_optimizers() computes it again before each step.)
+    A resumed run takes hyperparameters from the code, so that an edit takes effect. Only those that
+    training has changed are saved, such as a step count that an optimizer stores in its groups.
+    initial: {name: value} of the hyperparameters before training. (lr is saved because it has
+    changed, but step_optimizers() computes it again before each step.)
     """
-    # For edits: an optimizer that has just replaced another has no "initial" before its first step
-    initial, rest = group.get("initial", {}), {}
+    rest = {}
     for name, value in group.items():
         has_initial_value = name in initial and value == initial[name]
         if name != "initial" and not has_initial_value:
@@ -830,11 +837,12 @@ def is_stateful(value):
 def restore_state(state, saved):
     """Restore State's attributes from what state.state_dict() returned.
 
-    An attribute that is_stateful() is loaded in place, and any other one is replaced. If `saved`
-    lacks an attribute of the second kind, it keeps its initial value. A number, text, tensor or
-    list that only `saved` has is added, since an edit of the training step may have created it.
-    Raise ValueError for a dict that only `saved` has, since it is probably the state_dict() of an
-    object that the code no longer creates, and for a stateful attribute that `saved` lacks.
+    - A stateful attribute (see is_stateful) is loaded in place. Raise ValueError if `saved` lacks
+      it.
+    - Any other attribute is replaced. It keeps its initial value if `saved` lacks it.
+    - A number, text, tensor or list that only `saved` has is added, since an edit of the training
+      step may have created it. Raise ValueError for a dict that only `saved` has, since it is
+      probably the state_dict() of an object that the code no longer creates.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
@@ -873,7 +881,7 @@ def load_optimizer(optimizer, content):
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
         raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
-    # The saved groups lack hyperparameters that training did not change. They come from the code
+    # Hyperparameters that training did not change are not saved, so take them from the code
     groups_of_code = optimizer.state_dict()["param_groups"]
     groups = [of_code | saved
               for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
@@ -905,13 +913,15 @@ def read_checkpoint(path, mmap=True):
     return in_todays_form(content)
 
 def in_todays_form(content):
-    """Convert a checkpoint that an earlier version of this script wrote to the current format.
+    """Convert a checkpoint from an earlier version of this script to the current format.
 
-    The format has changed three times. A checkpoint goes through the changes that it lacks:
+    The format has changed three times. A checkpoint has no version number, so its entries show
+    which changes it lacks. These are applied in order:
 
     1. rename_entries(): entries are named after what they hold (24 November 2026)
     2. State's attributes are in an entry of their own, "state" (24 November 2026)
-    3. of an optimizer group, only what training has changed is saved (25 November 2026)
+    3. only those values of an optimizer group are saved that training has changed (25 November
+       2026)
     """
     if "model" in content:
         content = rename_entries(content)
@@ -922,18 +932,18 @@ def in_todays_form(content):
     for optimizer in content["state"].get("optimizers", []):
         groups = optimizer["param_groups"]
         for i, group in enumerate(groups):
-            # Before the third change, a group contained all its values and, in an extra entry that
-            # has had two names, its initial values. (Even earlier, it had no such entry)
+            # Before the third change, a group contained all its values. Most versions also stored
+            # the initial values in an extra entry, "in_code" or "as_built"
             initial = group.pop("in_code", group.pop("as_built", None))
             if initial is not None:
-                groups[i] = without_initial_values(group | {"initial": initial})
+                groups[i] = without_initial_values(group, initial)
     return content
 
 def rename_entries(content):
     """Return a checkpoint of 23 November 2026 or earlier with the entries of the next version."""
     content = dict(content)
+    # Only runs that were edited to average the weights had an entry for the weights of raw_model
     content["eval_model"] = content.pop("model")
-    # Only a run with averaged weights (an edit) had the entry "trained"
     content["raw_model"] = content.pop("trained", content["eval_model"])
     content |= content.pop("numbers", {})  # the numbers in State, such as `step`
     for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
@@ -976,7 +986,7 @@ def checkpoint_to_use(folder):
             print0(f"{e} It had the lowest validation loss. The newest checkpoint is used instead.")
     return newest_checkpoint(folder)
 
-def read_run(folder):
+def read_run_json(folder):
     """Return the content of a run's run.json."""
     return json.loads(Path(folder, "run.json").read_text())
 
@@ -1051,7 +1061,7 @@ def load_hugging_face(name):
         transformers.logging.disable_progress_bar()
         hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
         c = hf.config
-        # What they call vocab_size is called n_vocab here
+        # n_vocab here is vocab_size in transformers
         model = GPT(GPTConfig(
             block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
             n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
@@ -1119,7 +1129,8 @@ def check_same_function(ours, hf, end_of_text):
     if not differences.max() < 1e-3:  # also true for NaN
         raise ValueError(f"logits differ by {differences.max():.1%}")
 
-# ---- Weights given by init_from. They may come from a different model than the one in this file
+# ---- Weights and constants of a model. Weights given by init_from may come from a different model
+# than the one in this file
 @dataclass
 class Weights:
     """The weights of a model and the information needed to use them."""
@@ -1152,16 +1163,18 @@ def model_config(cfg, encoding, weights=None):
     """Return the GPTConfig of a new model or, with `weights`, of the model that they belong to."""
     # The constants in both classes are n_layer, n_head, n_embd, dropout, and those that you add
     shared = asdict(GPTConfig()).keys() & asdict(cfg).keys()
-    constants = {name: getattr(cfg, name) for name in shared}
-    if weights is not None:
-        # The weights determine their constants, except dropout. The others are new in the code
-        names = (constants.keys() & {"dropout"}) | (constants.keys() - weights.gpt_config.keys())
-        return config_for_weights(weights, {name: constants[name] for name in names})
-    return GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
-                     n_vocab=encoding.n_vocab, **constants)
+    in_cfg = {name: getattr(cfg, name) for name in shared}
+    if weights is None:
+        return GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
+                         n_vocab=encoding.n_vocab, **in_cfg)
+    # cfg determines dropout, and constants that the weights lack because they are new in the code.
+    # The weights determine all others
+    return config_for_weights(weights, {
+        name: value for name, value in in_cfg.items()
+        if name == "dropout" or name not in weights.gpt_config})
 
 def config_for_weights(weights, constants):
-    """Return the GPTConfig stored with the weights, with some `constants` replaced.
+    """Return the GPTConfig stored with the weights, except that `constants` replace theirs.
 
     Raise UserError if GPTConfig lacks a constant that the weights were made with.
     """
@@ -1191,7 +1204,7 @@ def load_weights(model, weights):
 def trained_model(cfg, encoding, weights):
     """Return the model that has these weights, for samples and for the export.
 
-    Unlike GPT.from_pretrained(), it calls build_model(), so that edits of build_model() apply.
+    Unlike GPT.from_pretrained(), it calls build_model(), so that edits to build_model() apply.
     """
     model = build_model(cfg, model_config(cfg, encoding, weights))
     load_weights(model, weights)
@@ -1260,7 +1273,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
     preset = PRESETS.get(preset_name, {})
-    cfg = make_config(Config, {"data": data} | preset | flags)
+    cfg = make_config(Config, {"data": data} | preset | flags)  # converts the text of the flags
     checkpoint = None if cfg.sample else read_newest_checkpoint(cfg.log_dir, device)
     weights = find_weights(cfg, checkpoint)
     weights_line = ""
@@ -1308,13 +1321,15 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def find_weights(cfg, checkpoint):
-    """Return the Weights that set constants of this command, or None if there are none:
+    """Return the Weights that determine the shape of this command's model, or None.
+
+    Which weights these are depends on the command:
 
     - --sample: the weights to sample from, in init_from or, if this is "scratch", in log_dir
     - a new run with init_from: the weights in init_from, with which training starts
-    - a resumed run that began with init_from: the weights in its checkpoint. They set the same
-      constants as when the run began, and nothing else, since State is loaded from the checkpoint
-    - a run that begins or began from scratch: None
+    - a resumed run that began with init_from: the weights in its checkpoint. The model has the
+      shape that it had when the run began. (Later, its State is loaded from the checkpoint)
+    - a run that begins or began from scratch: None, since Config determines the shape
 
     Raise UserError if they cannot be read.
     """
@@ -1335,8 +1350,8 @@ def find_weights(cfg, checkpoint):
 def constants_from_weights(weights, preset_name, flags):
     """Return {name: value} of the constants in Config that the weights determine.
 
-    They always set the model's constants, except dropout, and, if it is known, the encoding. In
-    FINETUNE they also set max_lr and T, unless FINETUNE or a flag sets these.
+    They always set the model's constants, apart from dropout. They also set the encoding if it is
+    known. With FINETUNE, they also set max_lr and T, unless FINETUNE or a flag sets these.
     """
     names = asdict(Config()).keys() - {"dropout"}
     constants = {name: value for name, value in weights.gpt_config.items() if name in names}
@@ -1402,7 +1417,7 @@ def check_config(cfg):
                         f"--total_batch_size={fitting}.")
 
 def fitting_B(cfg):
-    """Return the largest B, at most cfg.B, that evenly divides one process's rows of a step."""
+    """Return the largest B, at most cfg.B, that evenly divides a process's share of a step."""
     rows = max(1, rows_of_step(cfg, 0) // world_size())
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
@@ -1413,9 +1428,10 @@ def rank():
     return int(os.environ.get("RANK", 0))
 
 def world_size():
-    """Return the number of processes that torchrun starts, even before the process group exists.
+    """Return the number of processes that torchrun started.
 
-    Slurm may set WORLD_SIZE without RANK. In that case there is one process.
+    This also works before the process group exists. If WORLD_SIZE is set without RANK, as Slurm may
+    do, there is one process.
     """
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
@@ -1528,7 +1544,9 @@ def pick_dtype(choice, device):
     """Return the dtype for matrix multiplications. "auto" selects the fastest one that is safe."""
     if choice != "auto":
         return getattr(torch, choice)
-    if device.type == "cuda":  # is_bf16_supported() is also true on V100 and T4, which emulate it
+    if device.type == "cuda":
+        # Do not call torch.cuda.is_bf16_supported(), which is also true on V100 and T4. They only
+        # emulate bfloat16
         has_bfloat16 = torch.cuda.get_device_capability(device) >= (8, 0)
         return torch.bfloat16 if has_bfloat16 else torch.float16
     cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
@@ -1713,9 +1731,9 @@ def loss_warning(run):
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
-# Constants that may differ when a run is resumed. They do not affect training, apart from rounding
-# (dtype, B) and what dropout sets to 0 (B). epochs may differ because it only determines max_steps,
-# which is compared instead
+# Constants that may differ when a run is resumed. They do not affect training, except that dtype
+# and B affect rounding, and B also affects the dropout masks. epochs may differ because it only
+# determines max_steps, which is compared instead
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -1749,7 +1767,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
-    if not cfg.minutes:  # max_steps, which replaces it, is compared
+    if not cfg.minutes:  # --max_steps has taken the place of minutes, and max_steps is compared
         changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
     has_finished = checkpoint["state"]["step"] >= cfg.max_steps
@@ -1779,21 +1797,17 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        Keep outdated files under new names: an earlier export (hf) if the model will be trained
-        further, and, in a new run (continues=False), the export and the log.txt of a different run
-        that has left no checkpoints.
+        continues: whether a run is resumed. If a new run begins, the folder may contain the log and
+        the export of an earlier run that has left no checkpoint. These get new names.
         """
         if rank() != 0:
             return
-        outdated = {"hf", "log.txt"} if not continues else set()
-        if step < self.cfg.max_steps:
-            outdated.add("hf")
-        for name in outdated:
-            old = self.path / name
-            if old.exists():
-                old.rename(f"{old}_before_{time.strftime('%Y%m%d-%H%M%S')}")
+        if not continues:
+            self.set_aside("log.txt")
+        if not continues or step < self.cfg.max_steps:  # the model will be trained further
+            self.set_aside("hf")
         if continues and (self.path / "run.json").exists():
-            self.starts = read_run(self.path)["starts"]
+            self.starts = read_run_json(self.path)["starts"]
         self.starts.append({
             "time": time.ctime(), "step": step, "command": sys.argv, "code": code_checksum(),
             "torch": torch.__version__, "python": sys.version, "warnings": list(warnings)})
@@ -1801,6 +1815,12 @@ class RunFolder:
         self.log = open_log(self.path / "log.txt", step)
         if continues:
             self.saved_step = step
+
+    def set_aside(self, name):
+        """Rename an outdated file or folder, if it exists, instead of overwriting it."""
+        old = self.path / name
+        if old.exists():
+            old.rename(f"{old}_before_{time.strftime('%Y%m%d-%H%M%S')}")
 
     def close(self):
         """Wait for a save in progress, and close log.txt."""
@@ -1923,7 +1943,7 @@ def open_log(path, step):
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
         is_complete = line.endswith(b"\n")  # a power cut may have left half a line
-        # Of the lines before this place, keep also those that a user added, which do not match
+        # Lines that a user has added do not match. They are kept if they stand before `step`
         match = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
         if not is_complete or (match and int(match[1]) >= step):
             break
@@ -1944,14 +1964,13 @@ def set_up(cfg, device, weights=None, checkpoint=None):
     if weights:
         check_weights_fit(weights, cfg, encoding)
     gpt_config = model_config(cfg, encoding, weights)
-    if checkpoint:
-        weights = None  # they are not loaded, because the State in the checkpoint contains its own
-    max_steps = final_max_steps(cfg, gpt_config, device, loaders, weights, checkpoint)
+    weights_to_load = None if checkpoint else weights  # a checkpoint contains the weights of State
+    max_steps = final_max_steps(cfg, gpt_config, device, loaders, weights_to_load, checkpoint)
     cfg = replace(cfg, max_steps=max_steps)
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
-    run = build_run(cfg, gpt_config, device, loaders, weights, checkpoint, folder)
+    run = build_run(cfg, gpt_config, device, loaders, weights_to_load, checkpoint, folder)
     catch_signals(run.signal_came)
     warnings = warnings_about(run, checkpoint)
     folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
@@ -1974,7 +1993,7 @@ def final_max_steps(cfg, gpt_config, device, loaders, weights, checkpoint):
     return cfg.max_steps
 
 def steps_for_epochs(cfg, rows_per_epoch):
-    """Return how many steps read the data cfg.epochs times."""
+    """Return the number of steps in which the data is read cfg.epochs times."""
     max_steps = 1
     while rows_before(cfg, max_steps) < cfg.epochs * rows_per_epoch:
         max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
@@ -1983,7 +2002,7 @@ def steps_for_epochs(cfg, rows_per_epoch):
 def steps_that_fit(cfg, gpt_config, device, loaders, weights):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
-    The trial steps train a Run of their own, which is thrown away. It has no folder.
+    The trial steps use a separate Run without a folder, which is then discarded.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
     run = build_run(replace(cfg, hellaswag_every=0), gpt_config, device, loaders, weights)
@@ -2036,7 +2055,7 @@ def build_run(cfg, gpt_config, device, loaders, weights=None, checkpoint=None, f
         ddp_model=wrap_in_ddp(raw_model), train_loader=train_loader, val_loader=val_loader,
         autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
         tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
-        hellaswag=prepared_hellaswag(cfg, state.eval_model, encoding), folder=folder)
+        hellaswag_questions=prepared_hellaswag(cfg, state.eval_model, encoding), folder=folder)
 
 def build_state(raw_model, cfg, dtype):
     """Return the State at step 0.
@@ -2069,7 +2088,7 @@ def wrap_in_ddp(raw_model):
     # Gradients are views of the buckets, so that they need not be copied
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
-def tokens_per_step(cfg):
+def describe_batch(cfg):
     """Return the number of tokens per step as text. For edits: it may grow during training."""
     steps = (0, max(0, cfg.max_steps - 1))
     first, last = [f"{rows_of_step(cfg, step) * cfg.T:,}" for step in steps]
@@ -2089,7 +2108,7 @@ def description(run, checkpoint):
         "data": f"{cfg.data}: {run.folder.fingerprint}",
         "model": f"{n_parameters:,} parameters, init_from={cfg.init_from}: "
                  f"{state.raw_model.config}",
-        "training": f"{cfg.max_steps:,} steps of {tokens_per_step(cfg)} tokens, "
+        "training": f"{cfg.max_steps:,} steps of {describe_batch(cfg)} tokens, "
                     f"{epochs:.2f} epochs",
         "optimizer": "; ".join(groups),
         "machine": f"{world_size()} x {run.device.type}, {dtype_name}, compile={compiled}, "
@@ -2120,7 +2139,7 @@ def report(run, step, metric, value, note="", print_always=False):
         print0(f"{step:5d}/{run.cfg.max_steps} {metric} {formatted(value, 4)}{note}")
 
 def formatted(value, digits):
-    """Return a number as text. A number below 0.001, which an edit may report, has an exponent."""
+    """Return a number as text, with an exponent if it is below 0.001. (An edit may report any.)"""
     return f"{value:.{digits}e}" if 0 < abs(value) < 1e-3 else f"{value:.{digits}f}"
 
 def write_log(run, step, metric, value):
@@ -2177,8 +2196,8 @@ def problem_with_norms(step, norms):
 def problem_with_weights(raw_model):
     """Return a message if the processes have different weights, and otherwise None.
 
-    For edits: this happens if an edit skips an update because of the loss of one process. The
-    gradients do not show it, because DDP makes them the same in all processes.
+    For edits: this happens if an edit lets each process decide from its own loss whether to skip an
+    update. problem_with_norms() cannot find this, because all processes have the same gradients.
     """
     if world_size() == 1:
         return None
@@ -2207,7 +2226,7 @@ def problem_with_loss(run, step, loss, norm):
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
 
 def start_saving(run):
-    """Start saving the current step, unless the run can be resumed at it without a save.
+    """Start saving the current step, unless the run can already be resumed from it.
 
     A background thread does the work. Raise UserError if processes have different weights.
     """
@@ -2265,7 +2284,7 @@ def plot_curves(folder):
     The losses share one panel. Every other name in log.txt, except minutes, has its own panel.
     """
     from matplotlib.figure import Figure  # not pyplot, which needs a display
-    constants = read_run(folder)["constants"]
+    constants = read_run_json(folder)["constants"]
     cfg = Config(**{name: constants[name] for name in asdict(Config()).keys() & constants.keys()})
     unit = "byte" if cfg.encoding == "bytes" else "token"
     metrics, panels = read_metrics(folder), defaultdict(list)
@@ -2334,9 +2353,9 @@ def hellaswag_score(run):
     """Return eval_model's acc_norm on HellaSwag."""
     import hellaswag
     with run.autocast():
-        return hellaswag.evaluate(run.state.eval_model, run.hellaswag).acc_norm
+        return hellaswag.evaluate(run.state.eval_model, run.hellaswag_questions).acc_norm
 
-# ---- The end of a run: save the last step, export the best weights and record the result
+# ---- The end of a run: save the last step, export a model and record the result
 def finish(run, stopped):
     """Save the last step. Unless a signal stopped the run, export a model and record the result."""
     cfg, step = run.cfg, run.state.step

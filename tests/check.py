@@ -92,7 +92,7 @@ PROMISES = {
         "already seeded it for the step, so dropout would use the same masks in each step. Draw "
         "from torch's generator without seeding it. To draw only once, do so in __init__ and keep "
         "the result in a buffer."),
-    "tokens": ("the tokens of a step are those that the model reads",
+    "tokens": ("State.tokens counts the tokens that the model reads",
         "forward() cuts or drops tokens, but State.tokens counts all that it gets. Cut x and y in "
         "read_step(), so that the number of tokens, which compare.py shows, is right."),
     "apart": ("the model is not trained on validation data",
@@ -773,7 +773,7 @@ def check(options):
         setup = lab.result("setup").report
     plan = Plan(options, setup["constants"], setup["device"])
     print(f"Checking {options.steps} steps of {plan.batch:,} tokens, {plan.device}, "
-          f"{plan.constants['dtype']}. For an edit that acts later, run more: "
+          f"{plan.constants['dtype']}.\nIf the edit takes effect only later, check more steps: "
           f"--steps={3 * options.steps}", flush=True)
     outcomes = []
     # Two runs might need more memory than a GPU has

@@ -68,7 +68,7 @@ def read_finished_run(folder):
     Raise ValueError with the reason if the folder holds no finished run.
     """
     try:
-        run = t.read_run(folder)
+        run = t.read_run_json(folder)
         result = run["result"] or {}
         shared = run["constants"] | {"data": run["data"], "code": code_of(run)}
         seed = shared.pop("seed")

@@ -181,7 +181,7 @@ def test_edited_code_continues_a_run_with_a_warning(folder, finished):
     run = succeed(Forked(copy, max_steps=32, arrange={other_code: 0}))
     said = "train_gpt2.py was edited: from step 30 on, this run uses different code."
     assert run.out.count(f"!!! {said}") == 2  # at the start, and beside the result
-    assert t.read_run(copy)["result"]["warnings"] == [said]
+    assert t.read_run_json(copy)["result"]["warnings"] == [said]
     again = succeed(Forked(copy, max_steps=32, arrange={other_code: 0}))
     assert again.out.count(said) == 1 and again.out.endswith(f"!!! {said}\n")  # in the result
 
@@ -499,7 +499,7 @@ def test_tokens_of_shorter_rows_are_counted(folder):
     """The token count uses the length of the rows that were trained on."""
     run = succeed(Forked(folder / "short", max_steps=15, arrange={short_rows: 4}))
     expected = 10 * 128 // 4 + 5 * 128
-    assert t.read_run(run.log_dir)["result"]["tokens"] == expected
+    assert t.read_run_json(run.log_dir)["result"]["tokens"] == expected
     assert load(run.log_dir / "checkpoint_00015.pt")["state"]["tokens"] == expected
 
 def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_reported():
@@ -582,7 +582,7 @@ def test_a_growing_batch_needs_only_an_edit_of_rows_before(monkeypatch, tmp_path
     for _ in range(6):
         t.train_step(run)
     assert rows == [*range(72)]
-    assert t.tokens_per_step(cfg) == "128 to 512"
+    assert t.describe_batch(cfg) == "128 to 512"
     with pytest.raises(t.UserError, match=r"Step 6 has 16 rows. rows_before.* = 3 \* 1"):
         run.cfg = dataclasses.replace(cfg, B=3)
         t.train_step(run)
@@ -734,7 +734,7 @@ def test_processes_with_different_weights_are_reported_before_a_save(folder):
     statuses, runs = together(2, log_dir, arrange={update_of_one_process: 0})
     assert statuses == [1, 1]
     message = "The weights of the processes have norms from"
-    assert message in runs[0].err and message in t.read_run(log_dir)["result"]["failed"]
+    assert message in runs[0].err and message in t.read_run_json(log_dir)["result"]["failed"]
     assert not list(log_dir.glob("*.pt"))
 
 def scaled_mlp(arrange, scale):

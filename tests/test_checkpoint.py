@@ -384,7 +384,7 @@ def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
     assert_same_run(run.log_dir, reference)
     times = [value for _, value in t.read_metrics(run.log_dir)["minutes"]]
     assert times[0] == 0 and times == sorted(times) and len(set(times)) == len(times)
-    assert t.read_run(run.log_dir)["result"]["minutes"] == times[-1]
+    assert t.read_run_json(run.log_dir)["result"]["minutes"] == times[-1]
     assert times[-1] == pytest.approx((22 * 0.5 + 6 * 99) / 60, abs=1e-5)
     other = Forked(run.log_dir, **words | dict(minutes=2))
     assert other.wait() == 1 and one_line(other.err, "minutes was 0.25, is 2.0")

@@ -268,11 +268,11 @@ def test_command_line_scores_a_folder(folder, main, gpt2_encoding, capsys):
     score = hellaswag.evaluate(gpt(n_vocab=50257), list(hellaswag.iterate_examples("val")))
     error = (score.acc * (1 - score.acc) / 3) ** 0.5
     for part in (f"acc      {score.acc:.4f} +- {error:.4f}", f"acc_norm {score.acc_norm:.4f}",
-                 "3 questions (1 of them cut", "0.2859 / 0.2955"):
+                 "3 questions (1 of them with a truncated", "0.2859 / 0.2955"):
         assert part in out
     assert "batch" in err and "warn" not in err.lower()  # the progress bar alone
     main("-m", folder, "--limit", 2)
-    assert "2 questions (0 of them cut" in capsys.readouterr().out
+    assert "2 questions (0 of them with a" in capsys.readouterr().out
 
 @pytest.mark.parametrize("limit", ["0", "-3", "many", "1.5"])
 def test_a_limit_that_is_no_number_of_questions_is_one_line(main, limit):

@@ -64,7 +64,7 @@ def test_a_run_describes_itself(tmp_path):
     """
     write_text(tmp_path)
     succeed(Forked(tmp_path / "log", max_steps=4, arrange={"signal_at": (signal.SIGTERM, 0)}))
-    assert t.read_run(tmp_path / "log")["result"] is None
+    assert t.read_run_json(tmp_path / "log")["result"] is None
     ended = succeed(Forked(tmp_path / "log", max_steps=4))
     text = (tmp_path / "log" / "run.json").read_text()
     run = json.loads(text)

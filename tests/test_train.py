@@ -224,7 +224,7 @@ def test_rank_0_downloads_hellaswag_for_all_processes(monkeypatch, capsys):
     monkeypatch.setattr(hellaswag, "evaluate", evaluate := mock.Mock(return_value=score))
     run = MagicMock()
     assert t.hellaswag_score(run) == 0.3 and run.autocast().__enter__.called
-    evaluate.assert_called_once_with(run.state.eval_model, run.hellaswag)
+    evaluate.assert_called_once_with(run.state.eval_model, run.hellaswag_questions)
 
 def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
     """A step is saved before it is evaluated, so that no steps are lost if an evaluation fails.
