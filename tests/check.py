@@ -880,8 +880,10 @@ def train_and_report(t, train, run, job):
     if watched:
         report["trained"] = {name: crc_of(p) for name, p in run.state.raw_model.named_parameters()}
         report["notes"] = watched.notes(t, run, report, rows)
+        embedded = report["embedded"]  # by training
         with torch.no_grad(), run.autocast():
             found = examine(run, tolerance=job["examine"])
+        report["embedded"] = embedded
         notes = report["notes"] + found["notes"] + notes_about_modes(run.cfg, found["modes"])
         report |= found | {"notes": notes}
     if os.environ.get("RANK", "0") == "0":
@@ -975,7 +977,8 @@ class Watched:
     """What notes() needs to know about a training run. Create it before training starts."""
     def __init__(self, t, run):
         self.loaders = watch_validation(t)
-        self.with_gradient, self.clipped = watch_gradients(run), watch_clipping()
+        self.with_gradient, self.with_zeros = watch_gradients(run)
+        self.clipped = watch_clipping()
         self.seeds = watch_seeds(run.state)
         self.optimizers = list(run.state.optimizers)
         self.begin = [p.detach().clone() for p in run.state.raw_model.parameters()]
@@ -989,6 +992,7 @@ class Watched:
                 isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
             with_gradient = self.with_gradient if were_watched else report["initial"]
             notes += notes_about_parameters(state, report["initial"], with_gradient)
+            notes += notes_about_zeros(self.with_zeros & self.with_gradient)
             notes += notes_about_attributes(state.raw_model, report["changed"])
             notes += notes_about_groups(state.optimizers) + notes_about_copies(state)
             notes += notes_about_average(state, self.begin)
@@ -1044,29 +1048,38 @@ def watch_seeds(state):
     return seeds
 
 def watch_gradients(run):
-    """Return a set, to which optimizers add the names of parameters whose gradient is not 0."""
+    """Return two sets of names, to which optimizers add a parameter in each step.
+
+    The first set is for parameters whose gradient is not 0, the second one for those whose gradient
+    is a tensor of zeros.
+    """
     names = {id(p): name for name, p in run.state.raw_model.named_parameters()}
-    with_gradient = set()
+    with_gradient, with_zeros = set(), set()
 
     def before_step(optimizer, args, kwargs):
         for group in optimizer.param_groups:
-            with_gradient.update(names.get(id(p)) for p in group["params"]
-                                 if p.grad is not None and p.grad.any())
+            for p in group["params"]:
+                if p.grad is not None:
+                    (with_gradient if p.grad.any() else with_zeros).add(names.get(id(p)))
     for optimizer in run.state.optimizers:
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(before_step)
-    return with_gradient
+    return with_gradient, with_zeros
 
 def notes_about_schedules(t, cfg):
-    """Return notes on the batch sizes and the learning rates of the first cfg.max_steps steps."""
-    notes, steps = [], range(min(cfg.max_steps, 20_000))  # rows_before() may add up many numbers
+    """Return notes on the batch sizes and the learning rates of a run with this Config."""
+    notes, steps = [], range(cfg.max_steps)
     try:
-        sizes = [t.rows_of_step(cfg, step) * cfg.T for step in steps]
+        # An edited rows_before() may take long, since it may add up the rows of all earlier steps
+        sizes = [t.rows_of_step(cfg, step) * cfg.T for step in steps[:20_000]]
         if len(set(sizes)) > 1:
             notes.append(f"the number of tokens per step varies. It is {sizes[0]:,} at first, "
                          f"{sizes[-1]:,} at the end, and at most {max(sizes):,}, in step "
                          f"{sizes.index(max(sizes))}.")
         rates = [t.get_lr(step, cfg) for step in steps]
+        if rates and rates[-1] - cfg.min_lr > 0.1 * abs(cfg.max_lr - cfg.min_lr):
+            notes.append(f"the learning rate is {rates[-1]:.2e} in the last step, {steps[-1]}, but "
+                         f"min_lr is {cfg.min_lr:.2e}.")
         if rates and min(rates) < 0:
             notes.append(f"the learning rate is negative in step {rates.index(min(rates))} "
                          f"({min(rates):.2e}).")
@@ -1158,6 +1171,15 @@ def notes_about_parameters(state, initial, with_gradient):
                      "set requires_grad=False.")
     return notes
 
+def notes_about_zeros(names):
+    """Return a note on parameters whose gradient is 0 in some steps but not in others."""
+    if not names:
+        return []
+    some = ", ".join(sorted(map(str, names))[:4])
+    return [f"the gradient of {some} is 0 in some steps ({len(names)} parameters). The optimizer "
+            "still changes them then, by weight decay and momentum. To keep a parameter unchanged "
+            "in a step, set p.grad = None."]
+
 def notes_about_attributes(model, changed):
     """Return notes on tensors in the model's modules that are neither parameters nor buffers.
 
@@ -1245,7 +1267,8 @@ def notes_about_repeated_rows(rows):
     if repeated <= 0.05 * len(rows):  # a text may repeat itself
         return []
     return [f"{repeated} of the first {len(rows)} rows that the model is trained on are "
-            "repetitions of other rows. Check read_step()."]
+            "repetitions of other rows. If an edit uses the same rows twice, as SAM does, check "
+            "that their gradients should be added up. Otherwise check read_step()."]
 
 def notes_about_clipping(state, clipped):
     """Return a note if some gradients are not clipped. clipped: the ids of the other parameters."""
@@ -1262,6 +1285,36 @@ def notes_about_validation(both):
         return []
     return ["validation_loss() also reads data on which the model is trained: "
             f"{both['equal_rows']} of {both['rows']} training rows are part of it."]
+
+def notes_about_targets(model, x, y):
+    """Return a note if training predicts a target from inputs that come after it.
+
+    Such inputs contain the target. For example, targets.roll(-1, 1) moves the first target to the
+    end of the row. x, y: inputs and targets (B, T). The model must be in training mode.
+    """
+    embedding, outputs = getattr(getattr(model, "transformer", None), "wte", None), []
+    if embedding is None:
+        return []
+    hook = embedding.register_forward_hook(lambda module, args, output: outputs.append(output))
+    gradients, other = [], y.clone()
+    other[:, 0] = (y[:, 0] + 1) % (int(y.max()) + 1)
+    try:
+        for targets in (y, other):
+            torch.manual_seed(0)
+            outputs.clear()
+            loss = model(x, targets)[1]
+            gradients.append(torch.autograd.grad(loss, outputs[0])[0].float())  # (B, T, C)
+    finally:
+        hook.remove()
+    # Only the first input may have an influence on how well the first target is predicted
+    change = (gradients[0] - gradients[1]).norm(dim=-1).amax(dim=0)  # (T,)
+    places = (change[1:] > 1e-3 * change.max()).nonzero().flatten() + 1
+    if not len(places):
+        return []
+    return [f"the training loss compares the first target of a row with predictions from later "
+            f"inputs (at position {places[0]} and {len(places) - 1} others), which contain that "
+            "target. If roll() shifts the targets, leave out those that it moves from one end of "
+            "the row to the other."]
 
 def notes_about_modes(cfg, gap):
     """Return a note if the logits in training mode and in eval mode differ. gap: by how much."""
@@ -1331,7 +1384,7 @@ def examine(run, tolerance):
     An edited generate() or forward() may raise anything, so errors become texts.
     """
     model, T = run.state.eval_model, run.cfg.T
-    x, _ = run.val_loader.batch(0, 2, run.device)
+    x, y = run.val_loader.batch(0, 2, run.device)
     report = examine_samples(model, x, T, tolerance) | {"notes": []}
     try:
         report["later"] = (leak_problem(model, x, tolerance / 10)
@@ -1352,6 +1405,8 @@ def examine(run, tolerance):
         report["later_in_training"] = leak_problem(raw_model, x, tolerance / 10)
         gap = (raw_model(x)[0].float() - logits).abs().max().item()
         report["modes"] = gap if gap > tolerance * max(1.0, logits.abs().max().item()) else 0.0
+        with torch.enable_grad():
+            report["notes"] += notes_about_targets(raw_model, x, y)
     except Exception as e:
         report["later_in_training"] = f"{type(e).__name__}: {e}"
     raw_model.eval()

@@ -364,7 +364,8 @@ def test_jumps_of_the_learning_rate_and_different_batches_are_noted():
     assert check.notes_about_schedules(train_gpt2, cfg) == []
     edited = types.SimpleNamespace(get_lr=lambda step, cfg: 1.0 if step < 30 else 0.5,
                                    rows_of_step=lambda cfg, step: 20 if step == 9 else 2)
-    sizes, jump = check.notes_about_schedules(edited, cfg)
+    sizes, end, jump = check.notes_about_schedules(edited, cfg)
+    assert end == "the learning rate is 5.00e-01 in the last step, 39, but min_lr is 6.00e-05."
     assert "8 at first, 8 at the end, and at most 80, in step 9" in sizes
     assert "from 1.00e+00 in step 29 to 5.00e-01 in step 30" in jump
     edited = types.SimpleNamespace(get_lr=lambda step, cfg: 1.0 - step / 20,
@@ -413,10 +414,11 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, eval_model=model, optimizers=[adamw],
         state_dict=lambda: {"raw_model": model.state_dict(), "mean": [torch.ones(2)]}))
-    with_gradient = check.watch_gradients(run)
+    with_gradient, with_zeros = check.watch_gradients(run)
     model.layers[0](model.weight).sum().backward()
     model.decayed.grad = torch.zeros(2)
     adamw.step()
+    assert (with_gradient, with_zeros) == ({"weight"}, {"decayed"})
     notes = check.notes_about_parameters(run.state, initial, with_gradient)
     notes += check.notes_about_attributes(model, ["self.last in Unregistered"])
     assert [note[:48] for note in notes] == [
@@ -600,6 +602,37 @@ def test_logits_that_depend_on_the_length_of_a_row_are_found():
              for name, model in models.items()}
     assert found["causal"] is None and found["noise"] is None
     assert "model(x[:, :4]) differs from model(x)[:, :4] by up to 4" in found["from the end"][1]
+
+class Shifted(torch.nn.Module):
+    """A model whose loss may have a second term, with the targets that shift(targets) returns."""
+    def __init__(self, shift):
+        super().__init__()
+        self.transformer = torch.nn.ModuleDict({"wte": torch.nn.Embedding(8, 8)})
+        self.shift = shift
+
+    def forward(self, idx, targets):
+        logits = self.transformer.wte(idx).cumsum(1).transpose(1, 2)  # (B, n_vocab, T)
+        loss = torch.nn.functional.cross_entropy(logits, targets)
+        shifted = self.shift(targets)
+        n = shifted.size(1)
+        return None, loss + torch.nn.functional.cross_entropy(logits[..., :n], shifted)
+
+def test_targets_that_are_predicted_from_inputs_after_them_are_noted():
+    """roll() moves the first target to the end of the row. Without it, there is no note."""
+    tokens = torch.arange(18).view(2, 9) % 8
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    for shift, n in ((lambda y: y[:, 1:], 0), (lambda y: y.roll(-1, 1), 8),
+                     (lambda y: torch.cat((y[:, 1:], torch.full((2, 1), -100)), 1), 0)):
+        notes = check.notes_about_targets(Shifted(shift), x, y)
+        assert len(notes) == (n > 0)
+    roll, = check.notes_about_targets(Shifted(lambda y: y.roll(1, 1)), x, y)
+    assert "from later inputs (at position 1 and 0 others)" in roll
+    assert check.notes_about_targets(torch.nn.Linear(1, 1), x, y) == []
+
+def test_gradients_of_zeros_are_noted():
+    assert check.notes_about_zeros(set()) == []
+    note, = check.notes_about_zeros({"wte", "wpe"})
+    assert note.startswith("the gradient of wpe, wte is 0 in some steps (2 parameters)")
 
 @torch.no_grad()
 def test_tokens_just_before_that_have_no_influence_are_noted():
