@@ -463,9 +463,9 @@ def start_workers(nprocs, encoding_name):
     - For the workers, this thread blocks STOP_SIGNALS. A worker inherits the blocked signals of the
       thread that starts it, and keeps them blocked.
     - The main process must not end, because a worker that is still starting would then print a
-      traceback. A signal can end it although this thread blocks it, since the system may deliver
-      the signal to a thread that a library has started. So a temporary handler only records
-      signals, and they are raised again when all workers have been started.
+      traceback. Blocking is not enough for that, since the system may deliver the signal to another
+      thread, which a library has started. So a temporary handler only records signals, and they are
+      raised again when all workers have been started.
     """
     arrived, usual_handlers = [], {}
     for number in STOP_SIGNALS:
@@ -547,8 +547,8 @@ def settings_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # If the shards contain the whole corpus, the next shard would begin in a file that does not
-    # exist yet. If it is added later, it becomes part of the settings, so that they differ.
+    # If the shards contain the whole corpus, n_used is len(files) + 1, so that a file that is added
+    # later changes the settings.
     n_used = shards[-1].end.file_number + 1 if shards else 0
     for number, (url, size) in enumerate(files[:n_used]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -638,7 +638,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
         for file_number, row, tokens in results:
             # Skip the tokens of earlier shards, which are at the start of the first batch. (They
             # may fill several batches if BATCH_BYTES was edited)
-            offset = min(to_skip, len(tokens))  # tokens of this batch that are in shards already
+            offset = min(to_skip, len(tokens))  # how many tokens of this batch are in shards
             to_skip -= offset
             while offset < len(tokens):
                 part = tokens[offset:offset + shard_size - filled]

@@ -13,7 +13,7 @@ saves the run and stops it. To resume the run, repeat the command.
 One idea keeps the script simple: the data of a step is a pure function of
 (seed, step). A run can therefore be resumed simply by starting at a later step,
 and the micro-batch size B and the number of GPUs affect only speed and memory.
-(Rounding errors and, with dropout > 0, the dropout masks do depend on them.)
+(Rounding errors depend on both. With dropout > 0, the dropout masks depend on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
 what long runs need in practice. Code and comments that are marked "For edits:"
@@ -126,7 +126,7 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", compile=False)
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
-# shape and the encoding. Unless you add max_lr and T here, constants_from_weights() derives them
+# shape and the encoding. Unless you add max_lr and T here, config_values_of_weights() derives them
 # from the size of the model
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
@@ -163,6 +163,7 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
+            # For edits: an element that was set to another value keeps it
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -336,7 +337,7 @@ class GPT(nn.Module):
         if the weights cannot be read or do not fit the model.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
-        model = cls(config_for_weights(weights, constants))
+        model = cls(gpt_config_of_weights(weights, constants))
         load_weights(model, weights)
         return model
 
@@ -344,9 +345,10 @@ class GPT(nn.Module):
 def build_model(cfg, gpt_config):
     """Return a GPT with initial weights. cfg is the Config of the run.
 
-    To fine-tune, resume, sample or export, the script loads existing weights into this model later.
-    An edit that needs a copy of these, for example to penalize the distance from them, makes the
-    copy in a method __post_init__() of State.
+    The script loads existing weights into this model later: those in init_from before it creates
+    State, and those of a resumed run after that. So if you need a copy of the weights in init_from,
+    for example to penalize the distance from them, add a method __post_init__() to State, and copy
+    them there.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
@@ -363,16 +365,15 @@ class DataLoaderLite:
 
     Each shard is cut into pieces that begin at its tokens 0, T, 2 T and so on. The model reads the
     first T tokens of a piece and predicts the last T, so the last token of a piece is also the
-    first token of the next one.
+    first token of the next one. (With `recut`, the cuts are at different tokens in each epoch.)
 
     An epoch reads each piece once, in the order of the files or, with `shuffle`, in a random order
     that is drawn from (seed, epoch). A row of a batch is one piece. Rows are numbered in the order
-    in which they are read: if the shards have 12 pieces, then rows 0 to 11 are read in epoch 0,
-    rows 12 to 23 are the same pieces in the order of epoch 1, and so on.
+    in which they are read, and the numbers continue from epoch to epoch: if the shards have 12
+    pieces, then rows 0 to 11 are read in epoch 0, rows 12 to 23 in epoch 1, and so on.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
-    UserError. recut: from epoch 1 on, cut the shards at different tokens in each epoch, so that a
-    small text yields new rows.
+    UserError. recut: used for text files, so that a small text yields new rows in each epoch.
     """
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
@@ -400,9 +401,9 @@ class DataLoaderLite:
         piece_order = order_of(n_pieces, self.shuffle, self.seed, epoch, shard)  # 1, 2, 0
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
-            # Move the cuts of this epoch to the left by less than T tokens. Only the first piece
-            # still begins at token 0, so it overlaps the second one. Multiples of 0.618 T, modulo
-            # T, are far apart, so consecutive epochs get different pieces
+            # In this epoch, pieces begin `shift` tokens earlier (less than T). The first piece
+            # cannot, so it still begins at token 0 and overlaps the second one. Multiples of
+            # 0.618 T, modulo T, are far apart, so consecutive epochs get different pieces
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -433,9 +434,9 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds 4 permutations, two for each loader: the order of the shards, and the order of the
-# pieces in the current shard. Keeping the order of the pieces for all shards would need too much
-# memory
+# The cache holds 4 permutations, two for the training data and two for the validation data: the
+# order of the shards, and the order of the pieces in the current shard. Keeping the order of the
+# pieces for all shards would need too much memory
 @lru_cache(maxsize=4)
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
@@ -571,7 +572,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # duration of the steps so far, without the first of each start
+    minutes: float = 0.0          # duration of all steps but the first after each launch
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -623,7 +624,8 @@ def validation_loss(run, loader, model=None):
     for row in range(rank() * cfg.B, n_rows, world_size() * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
         if row + cfg.B > n_rows:
-            # The last batch may contain more rows than are wanted. Ignore the targets of the others
+            # batch() can always return cfg.B rows, because row numbers continue in the next epoch.
+            # Ignore the targets of those that are not wanted
             y[n_rows - row:] = -100
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
@@ -649,13 +651,13 @@ def read_step(run):
 def loss_weights(batches):
     """Return the weight of each micro-batch in the mean loss of a step, as a tensor.
 
-    The weight of a micro-batch is its share of the targets of this process. All micro-batches have
-    equally many targets, so each weight is 1 / len(batches). backward() sums the gradients of the
-    micro-batches, so the weights turn the sum into a mean. (DDP takes the mean over processes.)
+    The weight of a micro-batch is its number of targets, divided by the mean number of targets that
+    a process has in this step. As long as all micro-batches have the same number, each weight is
+    1 / len(batches). backward() sums the gradients of the micro-batches, and the weights turn this
+    sum into a mean. (DDP takes the mean over the processes.)
 
-    For edits: if an edit of read_step() sets targets to -100, micro-batches and processes have
-    different numbers of targets. Each number is therefore divided by the mean number of targets per
-    process, so that the loss stays the exact mean over all targets of all processes.
+    For edits: with this definition, the loss remains the exact mean over all targets of the step if
+    read_step() sets some of them to -100.
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
     targets_per_process = sum_over_ranks(n_targets.sum()) / world_size()
@@ -706,13 +708,11 @@ def step_optimizers(state, cfg, norm):
 
     A group that configure_optimizers() built with max_lr gets the learning rate of get_lr(). A
     group that was built with a different one, such as Muon's, follows a scaled copy of the same
-    curve. (build_state() has stored the values from configure_optimizers() in group["initial"].)
+    curve.
     """
-    # For edits: this does nothing unless an edit has replaced an optimizer during the run
-    remember_initial_values(state.optimizers)
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            group["lr"] = initial_values(group)["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -775,8 +775,9 @@ def train(run):
 #     code          the checksum of the code
 #
 # A tensor that occurs twice, such as a weight of raw_model and eval_model, is stored only once.
-# When a run is resumed, check_same_training() compares the last three entries with the run's
-# constants, data and code. The functions of this section convert State to "state" and back
+# When a run is resumed, its constants and data must be the same as in the checkpoint, and the
+# script reports if the code is different (see check_same_training). The functions of this section
+# convert State to "state" and back
 def checkpoint_of(state, cfg, fingerprint):
     """Return the content of a checkpoint of `state`."""
     return {
@@ -789,11 +790,9 @@ def content_of(value):
     if isinstance(value, torch.optim.Optimizer):
         content = value.state_dict()
         content["class"] = type(value).__name__
-        groups = content["param_groups"]
-        # For edits: an optimizer that has just replaced another has no "initial" before its first
-        # step
-        content["param_groups"] = [
-            without_initial_values(group, initial=group.get("initial", {})) for group in groups]
+        groups = zip(content["param_groups"], value.param_groups)
+        content["param_groups"] = [part_to_save(group, initial=initial_values(own))
+                                   for group, own in groups]
         return content
     if hasattr(value, "state_dict"):
         return value.state_dict()
@@ -801,19 +800,19 @@ def content_of(value):
         return [content_of(part) for part in value]
     return value
 
-def remember_initial_values(optimizers):
-    """Store the hyperparameters of each optimizer group, such as lr, in group["initial"].
+def initial_values(group):
+    """Return the hyperparameters, such as lr, that an optimizer group had at the first call.
 
-    build_state() calls this after configure_optimizers() has set them and before training changes
-    any. A group that already has "initial" is left unchanged.
+    The first call is in build_state(), after configure_optimizers() has set them and before
+    training changes any. (For edits: an optimizer that replaces another one during a run calls this
+    for the first time when it takes its first step.)
     """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if "initial" not in group:
-                group["initial"] = {name: value for name, value in group.items()
-                                    if name not in ("params", "param_names")}
+    if "initial" not in group:
+        group["initial"] = {name: value for name, value in group.items()
+                            if name not in ("params", "param_names")}
+    return group["initial"]
 
-def without_initial_values(group, initial):
+def part_to_save(group, initial):
     """Return the part of an optimizer group that a checkpoint saves.
 
     A resumed run takes hyperparameters from the code, so that an edit takes effect. Only those that
@@ -934,13 +933,15 @@ def in_todays_form(content):
         for i, group in enumerate(groups):
             # Before the third change, a group contained all its values. Most versions also stored
             # the initial values in an extra entry, "in_code" or "as_built"
-            initial = group.pop("in_code", group.pop("as_built", None))
-            if initial is not None:
-                groups[i] = without_initial_values(group, initial)
+            for name in group.keys() & {"in_code", "as_built"}:
+                groups[i] = part_to_save(group, initial=group.pop(name))
     return content
 
 def rename_entries(content):
-    """Return a checkpoint of 23 November 2026 or earlier with the entries of the next version."""
+    """Return a checkpoint of 23 November 2026 or earlier with the entries of the next version.
+
+    In that version, the attributes of State were not in an entry of their own yet.
+    """
     content = dict(content)
     # Only runs that were edited to average the weights had an entry for the weights of raw_model
     content["eval_model"] = content.pop("model")
@@ -974,11 +975,12 @@ def checkpoint_to_use(folder):
     lowest validation loss. Damaged checkpoints are left out. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)
+    # The validation losses of the steps that were saved
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
-    steps = list(losses)  # the steps that were validated and saved
-    step_with_lowest_loss = min(steps, key=losses.get, default=None)
-    if steps and step_with_lowest_loss != max(steps):  # the loss has risen again
-        path = found[step_with_lowest_loss]
+    best_step = min(losses, key=losses.get, default=None)
+    has_risen_again = bool(losses) and best_step < max(losses)
+    if has_risen_again:
+        path = found[best_step]
         try:
             read_checkpoint(path)
             return path
@@ -1159,7 +1161,7 @@ def weights_in_checkpoint(content, source):
     return Weights(source, content["gpt_config"], content["encoding"], content["eval_model"],
                    content.get("code"))
 
-def model_config(cfg, encoding, weights=None):
+def gpt_config_of_run(cfg, encoding, weights=None):
     """Return the GPTConfig of a new model or, with `weights`, of the model that they belong to."""
     # The constants in both classes are n_layer, n_head, n_embd, dropout, and those that you add
     shared = asdict(GPTConfig()).keys() & asdict(cfg).keys()
@@ -1169,16 +1171,17 @@ def model_config(cfg, encoding, weights=None):
                          n_vocab=encoding.n_vocab, **in_cfg)
     # cfg determines dropout, and constants that the weights lack because they are new in the code.
     # The weights determine all others
-    return config_for_weights(weights, {
+    return gpt_config_of_weights(weights, {
         name: value for name, value in in_cfg.items()
         if name == "dropout" or name not in weights.gpt_config})
 
-def config_for_weights(weights, constants):
-    """Return the GPTConfig stored with the weights, except that `constants` replace theirs.
+def gpt_config_of_weights(weights, replacements):
+    """Return the GPTConfig stored with the weights, with some values replaced.
 
-    Raise UserError if GPTConfig lacks a constant that the weights were made with.
+    replacements: {name: value}. Raise UserError if GPTConfig lacks a constant that the weights were
+    made with.
     """
-    constants = weights.gpt_config | constants
+    constants = weights.gpt_config | replacements
     if unknown := constants.keys() - asdict(GPTConfig()).keys():
         raise UserError(f"{weights.source} was made with the constant {min(unknown)}, which "
                         "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the code "
@@ -1206,7 +1209,7 @@ def trained_model(cfg, encoding, weights):
 
     Unlike GPT.from_pretrained(), it calls build_model(), so that edits to build_model() apply.
     """
-    model = build_model(cfg, model_config(cfg, encoding, weights))
+    model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights))
     load_weights(model, weights)
     return model
 
@@ -1268,7 +1271,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, final_max_steps() computes it once the data have been opened.
     """
-    if "max_steps" in flags:  # `epochs` and `minutes` of Config or a preset would overwrite it
+    if "max_steps" in flags:  # it takes precedence over those in Config and presets
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
@@ -1278,7 +1281,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     weights = find_weights(cfg, checkpoint)
     weights_line = ""
     if weights:
-        constants = constants_from_weights(weights, preset_name, flags)
+        constants = config_values_of_weights(weights, preset_name, flags)
         check_flags_against_weights(flags, constants, weights)
         weights_line = "\n" + describe_weights(weights, constants, cfg_without_weights=cfg)
         cfg = replace(cfg, **constants)
@@ -1327,31 +1330,33 @@ def find_weights(cfg, checkpoint):
 
     - --sample: the weights to sample from, in init_from or, if this is "scratch", in log_dir
     - a new run with init_from: the weights in init_from, with which training starts
-    - a resumed run that began with init_from: the weights in its checkpoint. The model has the
-      shape that it had when the run began. (Later, its State is loaded from the checkpoint)
+    - a resumed run that began with init_from: the weights in its checkpoint, so that the model has
+      the shape that it had when the run began
     - a run that begins or began from scratch: None, since Config determines the shape
 
-    Raise UserError if they cannot be read.
+    checkpoint: the one from which a run is resumed. Raise UserError if weights cannot be read.
     """
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
-    if cfg.init_from != "scratch":
-        if checkpoint:
-            return weights_in_checkpoint(checkpoint, cfg.log_dir)
-        return read_weights(cfg.init_from)
-    if cfg.sample:
+    if cfg.sample and cfg.init_from == "scratch":
         if not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
                             "or set --init_from.")
         return read_weights(cfg.log_dir)
-    return None
+    if cfg.init_from == "scratch":
+        return None
+    if checkpoint:
+        return weights_in_checkpoint(checkpoint, cfg.log_dir)
+    return read_weights(cfg.init_from)
 
-def constants_from_weights(weights, preset_name, flags):
+def config_values_of_weights(weights, preset_name, flags):
     """Return {name: value} of the constants in Config that the weights determine.
 
-    They always set the model's constants, apart from dropout. They also set the encoding if it is
-    known. With FINETUNE, they also set max_lr and T, unless FINETUNE or a flag sets these.
+    They always determine the model's constants, apart from dropout, and the encoding if it is
+    known. With FINETUNE, they also determine max_lr and T, unless FINETUNE or a flag sets these.
+    (Otherwise T is independent of the weights, and check_weights_fit() checks that it is not above
+    their block_size.)
     """
     names = asdict(Config()).keys() - {"dropout"}
     constants = {name: value for name, value in weights.gpt_config.items() if name in names}
@@ -1384,7 +1389,7 @@ def describe_preset(preset_name, cfg):
 def describe_weights(weights, constants, cfg_without_weights):
     """Return a description of the weights: their source and the constants that they change.
 
-    constants: what constants_from_weights() returned.
+    constants: what config_values_of_weights() returned.
     """
     before = asdict(cfg_without_weights)
     changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in constants.items()
@@ -1392,7 +1397,10 @@ def describe_weights(weights, constants, cfg_without_weights):
     return f"weights   {weights.source} sets {', '.join(changed) or 'no constant'}"
 
 def check_config(cfg):
-    """Raise UserError for values of constants that cannot work."""
+    """Raise UserError for values of constants that cannot work.
+
+    make_config() has refused numbers below 0 already.
+    """
     for name in ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens"):
         if getattr(cfg, name) < 1:
             raise UserError(f"{name}={getattr(cfg, name)}: it must be 1 or more.")
@@ -1409,9 +1417,9 @@ def check_config(cfg):
     if not is_text(cfg.data) and not (train and val):
         raise UserError(f"data={cfg.data} is neither a text file nor a folder with *_train_*.npy "
                         "and *_val_*.npy: run fineweb.py, or set a different --data.")
-    together = cfg.T * world_size()
-    if cfg.total_batch_size % together:
-        fitting = max(1, round(cfg.total_batch_size / together)) * together
+    smallest_batch = cfg.T * world_size()
+    if cfg.total_batch_size % smallest_batch:
+        fitting = max(1, round(cfg.total_batch_size / smallest_batch)) * smallest_batch
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
                         f"processes = {cfg.T} * {world_size()}: use for example "
                         f"--total_batch_size={fitting}.")
@@ -1740,15 +1748,16 @@ FREE_TO_CHANGE = {
     "keep_every", "device", "dtype", "compile", "epochs"}
 
 def lock_run_folder(log_dir):
-    """Reserve log_dir for this run. Return a lock that is held as long as it is referenced.
+    """Reserve log_dir for this run, and delete half-written files that a killed run left behind.
 
-    Only rank 0 writes to log_dir, so only rank 0 takes the lock; the other processes get None.
-    Raise UserError if another run uses log_dir.
+    Return a lock that is held as long as it is referenced. Only rank 0 writes to log_dir, so only
+    rank 0 takes the lock; the other processes get None. Raise UserError if another run uses
+    log_dir.
     """
     if rank() != 0:
         return None
     lock = lock_folder(Path(log_dir))
-    remove_unfinished(Path(log_dir))  # left behind by a run that was killed
+    remove_unfinished(Path(log_dir))
     return lock
 
 def check_same_training(checkpoint, cfg, fingerprint):
@@ -1767,7 +1776,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
-    if not cfg.minutes:  # --max_steps has taken the place of minutes, and max_steps is compared
+    if cfg.minutes == 0:  # --max_steps may replace the minutes of the run, and it is compared
         changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
     has_finished = checkpoint["state"]["step"] >= cfg.max_steps
@@ -1778,7 +1787,9 @@ def check_same_training(checkpoint, cfg, fingerprint):
                         "this change, or choose a different --log_dir.")
 
 class RunFolder:
-    """The files in log_dir. Only rank 0 writes them; a background thread writes checkpoints.
+    """The files in log_dir. Only rank 0 writes them.
+
+    One background thread writes checkpoints and plots.
 
     fingerprint: identifies the training data. lock: from lock_run_folder(); it is held for the
     lifetime of this object.
@@ -1891,14 +1902,14 @@ class RunFolder:
         the one with the lowest validation loss.
         """
         found = find_checkpoints(self.path)  # {step: path}
-        older = [saved for saved in found if saved < step]  # steps, the newest first
-        losses = {saved: loss for saved, loss in read_metrics(self.path)["val"] if saved in found}
+        older = [other for other in found if other < step]  # steps, the newest first
+        losses = {other: loss for other, loss in read_metrics(self.path)["val"] if other in found}
         keep = {*older[:1], min(losses, key=losses.get, default=None)}
         every = self.cfg.keep_every
-        keep |= {saved for saved in older if every and saved % every == 0}
-        for saved in set(older) - keep:
+        keep |= {other for other in older if every and other % every == 0}
+        for other in set(older) - keep:
             with contextlib.suppress(OSError):
-                found[saved].unlink()
+                found[other].unlink()
 
     def plot(self):
         """Plot in the background if matplotlib is installed. Cancel a plot that is still queued."""
@@ -1963,14 +1974,13 @@ def set_up(cfg, device, weights=None, checkpoint=None):
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
     if weights:
         check_weights_fit(weights, cfg, encoding)
-    gpt_config = model_config(cfg, encoding, weights)
-    weights_to_load = None if checkpoint else weights  # a checkpoint contains the weights of State
-    max_steps = final_max_steps(cfg, gpt_config, device, loaders, weights_to_load, checkpoint)
+    gpt_config = gpt_config_of_run(cfg, encoding, weights)
+    max_steps = final_max_steps(cfg, gpt_config, device, loaders, weights, checkpoint)
     cfg = replace(cfg, max_steps=max_steps)
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
-    run = build_run(cfg, gpt_config, device, loaders, weights_to_load, checkpoint, folder)
+    run = build_run(cfg, gpt_config, device, loaders, weights, checkpoint, folder)
     catch_signals(run.signal_came)
     warnings = warnings_about(run, checkpoint)
     folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
@@ -2047,7 +2057,7 @@ def build_run(cfg, gpt_config, device, loaders, weights=None, checkpoint=None, f
         load_weights(raw_model, weights)  # For edits: change these weights after this line
     state = build_state(raw_model, cfg, dtype)
     if checkpoint:
-        load_checkpoint(state, checkpoint, cfg.log_dir)
+        load_checkpoint(state, checkpoint, cfg.log_dir)  # this replaces the weights, too
     if compiled:
         raw_model.compile()
     return Run(
@@ -2068,7 +2078,9 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    remember_initial_values(state.optimizers)
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            initial_values(group)  # keep them before training changes any
     check_can_be_saved(state.state_dict())
     return state
 

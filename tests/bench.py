@@ -425,7 +425,7 @@ def reference():
     encoding = t.get_encoding(cfg.encoding)
     loader, _ = t.open_data(cfg, encoding)
     with tempfile.TemporaryDirectory() as folder:
-        t.save_hugging_face(t.build_model(cfg, t.model_config(cfg, encoding)), folder)
+        t.save_hugging_face(t.build_model(cfg, t.gpt_config_of_run(cfg, encoding)), folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     expected = list(itertools.islice(plain_losses(model, cfg, loader), cfg.max_steps))
     yield f"{cfg.max_steps} steps of 2,048 tokens in float32. The log has six decimals.\n"

@@ -267,8 +267,9 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
         embeddings, *others = model.parameters()
         groups = [dict(params=others), dict(params=[embeddings], lr=cfg.max_lr / 100)]
         optimizers = [torch.optim.SGD(groups, lr=cfg.max_lr)]
-        t.remember_initial_values(optimizers)
-        return t.State(model, optimizers, scaler)
+        state = t.State(model, optimizers, scaler)
+        state.state_dict()  # as in build_state(), this keeps the initial values
+        return state
     cfg = t.Config(T=32, B=4, total_batch_size=128)
     run = stub_run(small(), cfg, ids(T=33))
     run.state = state()
@@ -295,8 +296,8 @@ def muon_state(saved=None, **in_group):
     """
     optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
     optimizers[1].param_groups[0].update(in_group)
-    t.remember_initial_values(optimizers)
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
+    state.state_dict()  # as in build_state(), this keeps the initial values
     if saved:
         state.load_state_dict(saved)
     return state
@@ -341,7 +342,7 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
     weights = t.Weights("x", {"n_layer": 2}, "bytes", tensors={}, code=None)
-    assert t.model_config(t.Config(), t.get_encoding("bytes"), weights).n_layer == 2
+    assert t.gpt_config_of_run(t.Config(), t.get_encoding("bytes"), weights).n_layer == 2
 
 def average_and_running_mean(arrange, attribute):
     """Add attributes to State: torch's average of weights, a mean, a minimum and a history."""
@@ -562,7 +563,7 @@ def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_never
     loss = t.validation_loss(stub_run(average, cfg, ids()), t.open_data(cfg, encoding)[1])
     assert read_log(again.log_dir)[20, "val"] == pytest.approx(loss, abs=2e-6)
     exported = t.load_hugging_face(str(again.log_dir / "hf")).state_dict()
-    new = t.build_model(cfg, t.model_config(cfg, encoding)).state_dict()
+    new = t.build_model(cfg, t.gpt_config_of_run(cfg, encoding)).state_dict()
     for name, weight in saved["eval_model"].items():
         assert torch.equal(exported[name], weight)
         assert torch.equal(saved["state"]["raw_model"][name], weight) == (".wpe." in name), name
@@ -662,7 +663,8 @@ def test_a_new_model_constant_is_passed_on_by_its_name(monkeypatch):
                                         frozen=True)
     monkeypatch.setattr(t, "GPTConfig", gpt_config)
     configs = [config(**TINY, width=5, seed=seed) for seed in (1, 1, 2)]
-    a, b, c = (t.build_model(cfg, t.model_config(cfg, t.get_encoding("bytes"))) for cfg in configs)
+    texts = t.get_encoding("bytes")
+    a, b, c = (t.build_model(cfg, t.gpt_config_of_run(cfg, texts)) for cfg in configs)
     assert (a.config.width, a.config.n_layer, a.config.block_size) == (5, 1, 16)
     assert torch.equal(a.lm_head.weight, b.lm_head.weight)
     assert not torch.equal(a.lm_head.weight, c.lm_head.weight)
