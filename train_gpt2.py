@@ -13,7 +13,7 @@ saves the run and stops it. To resume the run, repeat the command.
 One idea keeps the script simple: the data of a step is a pure function of
 (seed, step). A run can therefore be resumed simply by starting at a later step,
 and the micro-batch size B and the number of GPUs affect only speed and memory.
-(Rounding errors depend on both. With dropout > 0, the dropout masks depend on B.)
+(Rounding errors depend on both and, with dropout > 0, the dropout masks on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
 what long runs need in practice. Code and comments that are marked "For edits:"

@@ -726,12 +726,12 @@ class Check:
             "Changes of constants that check.py sets itself, such as max_steps, do not show."))
 
     def own_notes(self):
-        """Return notes on values that are not saved, and on metrics that differ between runs."""
+        """Return notes on values that are not saved, and on metrics that an edit has added."""
         notes, changed = [], ", ".join(self.base.report["changed"])
         if changed:
             notes.append(f"this changed during training and is not saved: {changed}. If later "
                          "steps depend on it, make it an attribute of State.")
-        return notes + self.notes_about_metrics()
+        return notes + self.notes_about_metrics() + notes_about_constants(self.base.log)
 
     def notes_about_metrics(self):
         """Return notes on metrics that an edit has added and that depend on B or on processes."""
@@ -763,6 +763,14 @@ class Check:
             return holds(f"{new} of {len(mine)} have new names and are not compared" if new else "")
         return broken(f"{len(differ)} of {len(mine)} parameters differ",
                       "They are " + ", ".join(differ[:6]) + (", ..." if differ[6:] else "."))
+
+def notes_about_constants(log):
+    """Return notes on metrics in a log that have the same value in all steps."""
+    values = defaultdict(list)
+    for (_, metric), value in log.items():
+        values[metric].append(value)
+    return [f"{metric} is {of_metric[0]} in all steps." for metric, of_metric in values.items()
+            if len(of_metric) > 1 and len(set(of_metric)) == 1]
 
 # ---- The command
 def check(options):
@@ -884,7 +892,7 @@ def train_and_report(t, train, run, job):
         with torch.no_grad(), run.autocast():
             found = examine(run, tolerance=job["examine"])
         report["embedded"] = embedded
-        notes = report["notes"] + found["notes"] + notes_about_modes(run.cfg, found["modes"])
+        notes = report["notes"] + found["notes"] + notes_about_modes(found["modes"])
         report |= found | {"notes": notes}
     if os.environ.get("RANK", "0") == "0":
         Path(job["folder"], "report.json").write_text(json.dumps(report))
@@ -894,18 +902,21 @@ def watch_forward_passes(run, report):
 
     "draws": whether those with gradient draw from torch's generator; "draws_without_grad": whether
     the others do; "seeds": whether any of them seeds it; "embedded": the number of token ids that
-    the embedding got in those with gradient. The list gets up to 16 rows (T,) of each of the first
+    the embedding got in those with gradient; "shifted": what part_of_next_tokens() returned for
+    some of these. The list gets up to 16 rows (T,) of each of the first
     of these passes, as arrays of token ids.
     """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
     get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
     states, rows = [], []
-    report |= {"draws": False, "draws_without_grad": False, "seeds": False, "embedded": 0}
+    report |= {"draws": False, "draws_without_grad": False, "seeds": False, "embedded": 0,
+               "shifted": []}
 
     def before(model, args):
         states.append((get_state(), torch.initial_seed()))
         if torch.is_grad_enabled() and len(rows) < MOST_ROWS and args:
             rows.extend(args[0][:16].cpu().numpy())
+            report["shifted"].append(part_of_next_tokens(*args))
 
     def after(model, args, outputs):
         state, seed = states.pop()
@@ -922,6 +933,14 @@ def watch_forward_passes(run, report):
         if name == "transformer.wte":
             module.register_forward_pre_hook(count)
     return rows
+
+def part_of_next_tokens(x, y=None, *args):
+    """Return which part of the targets y are the tokens that follow in x. Both are (B, T)."""
+    if not torch.is_tensor(y) or y.shape != x.shape or x.dim() != 2 or x.size(1) < 2:
+        return 1.0  # an edit has other targets
+    targets, following = y[:, :-1], x[:, 1:]
+    counted = targets >= 0
+    return ((targets == following) & counted).sum().item() / max(1, counted.sum().item())
 
 def training_and_validation(t, run, loader, rows):
     """Return what training and the validation with a loader have in common.
@@ -999,7 +1018,7 @@ class Watched:
             notes += notes_about_buffers(state, self.buffers)
             notes += notes_about_clipping(state, self.clipped)
             notes += notes_about_seeds(self.seeds)
-            notes += notes_about_repeated_rows(rows)
+            notes += notes_about_repeated_rows(rows) + notes_about_shifts(report["shifted"])
             for loader in self.loaders:
                 if loader is not run.val_loader:
                     notes += notes_about_validation(training_and_validation(t, run, loader, rows))
@@ -1033,8 +1052,9 @@ def watch_clipping():
     return clipped
 
 def watch_seeds(state):
-    """Return {seed: set of steps}. Seeds that are given to torch's generators are added to it."""
+    """Return {seed: set of steps}, to which seeds of torch's and NumPy's generators are added."""
     seeds, seed_default = defaultdict(set), torch.manual_seed
+    default_rng = np.random.default_rng
 
     class Generator(torch.Generator):
         def manual_seed(self, seed):
@@ -1044,7 +1064,21 @@ def watch_seeds(state):
     def manual_seed(seed):
         seeds[seed].add(state.step)
         return seed_default(seed)
+
+    class RandomState(np.random.RandomState):
+        def __init__(self, seed=None):
+            super().__init__(seed)
+            note(seed)
+
+    def seeded_default_rng(seed=None):
+        note(seed)
+        return default_rng(seed)
+
+    def note(seed):
+        if isinstance(seed, int):  # order_of() uses a tuple
+            seeds[seed].add(state.step)
     torch.Generator, torch.manual_seed = Generator, manual_seed
+    np.random.RandomState, np.random.default_rng = RandomState, seeded_default_rng
     return seeds
 
 def watch_gradients(run):
@@ -1256,7 +1290,7 @@ def notes_about_seeds(seeds):
     often = [seed for seed, steps in seeds.items() if len(steps) > 3]
     if not often:
         return []
-    return [f"a generator of torch is seeded with {often[0]} in {len(seeds[often[0]])} steps, so "
+    return [f"a random generator is seeded with {often[0]} in {len(seeds[often[0]])} steps, so "
             "it yields the same random numbers in each of them. If they should differ, derive the "
             "seed from the step too: seed_from(cfg.seed, state.step)."]
 
@@ -1269,6 +1303,16 @@ def notes_about_repeated_rows(rows):
     return [f"{repeated} of the first {len(rows)} rows that the model is trained on are "
             "repetitions of other rows. If an edit uses the same rows twice, as SAM does, check "
             "that their gradients should be added up. Otherwise check read_step()."]
+
+def notes_about_shifts(parts):
+    """Return a note if training uses targets that are not the next tokens.
+
+    parts: what part_of_next_tokens() returned for some forward passes.
+    """
+    if min(parts, default=1.0) > 0.5:  # noise may have replaced some inputs
+        return []
+    return [f"in a step of training, only {min(parts):.0%} of the targets are the tokens that "
+            "follow in the inputs. Check that read_step() cuts or shifts both alike."]
 
 def notes_about_clipping(state, clipped):
     """Return a note if some gradients are not clipped. clipped: the ids of the other parameters."""
@@ -1316,12 +1360,13 @@ def notes_about_targets(model, x, y):
             "target. If roll() shifts the targets, leave out those that it moves from one end of "
             "the row to the other."]
 
-def notes_about_modes(cfg, gap):
-    """Return a note if the logits in training mode and in eval mode differ. gap: by how much."""
-    if not gap or getattr(cfg, "dropout", 0):
+def notes_about_modes(gap):
+    """Return a note if the logits in training mode and in eval mode differ. gap: see mode_gap()."""
+    if not gap:
         return []
-    return [f"logits in training mode and in eval mode differ by up to {gap:.2g}. Validation, "
-            "samples and the export use the model in eval mode."]
+    return [f"logits in training mode and in eval mode differ by up to {gap:.2g}, also on average "
+            "over many random draws. Validation, samples and the export use the model in eval "
+            "mode. If training drops activations at random, scale up those that are left."]
 
 def is_left_out(value):
     """Return whether a module's attribute is or contains a tensor that torch does not know of.
@@ -1378,8 +1423,7 @@ def examine(run, tolerance):
 
     {"samples": a problem or None, "drawn": token ids, "later": see leak_problem() and
     length_problem(), "notes": texts, "val_data": see validation_data(), "cross_entropy": loss,
-    "later_in_training": as "later", in training mode, "modes": how far the logits in training mode
-    are from those in eval mode}
+    "later_in_training": as "later", in training mode, "modes": see mode_gap()}
 
     An edited generate() or forward() may raise anything, so errors become texts.
     """
@@ -1403,8 +1447,7 @@ def examine(run, tolerance):
         logits = raw_model(x)[0].float()
         raw_model.train()  # late, because a forward pass may change buffers
         report["later_in_training"] = leak_problem(raw_model, x, tolerance / 10)
-        gap = (raw_model(x)[0].float() - logits).abs().max().item()
-        report["modes"] = gap if gap > tolerance * max(1.0, logits.abs().max().item()) else 0.0
+        report["modes"] = mode_gap(raw_model, x, logits, tolerance)
         with torch.enable_grad():
             report["notes"] += notes_about_targets(raw_model, x, y)
     except Exception as e:
@@ -1512,6 +1555,20 @@ def length_problem(model, x, tolerance):
                 f"model(x)[:, :{n}] by up to {gap:.2g}, so samples do not come from the model that "
                 f"was validated. Only rounding, {limit:.1g}, is allowed.")]
     return None
+
+def mode_gap(model, x, logits, tolerance):
+    """Return how far the logits in training mode are from those in eval mode, or 0.0.
+
+    Return 0.0 also if the difference is mostly noise, as with dropout. The model must be in
+    training mode. x: token ids (B, T). logits: those in eval mode, (B, T, n_vocab).
+    """
+    gaps = []
+    for seed in range(16):
+        torch.manual_seed(seed)
+        gaps.append(model(x)[0].float() - logits)
+    gap = gaps[0].abs().max().item()
+    is_noise = torch.stack(gaps).mean(dim=0).norm() < 0.6 * gaps[0].norm()
+    return 0.0 if is_noise or gap <= tolerance * max(1.0, logits.abs().max().item()) else gap
 
 def notes_about_context(model, x):
     """Return a note if some of the last four tokens have no influence on the logits at all.

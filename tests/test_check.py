@@ -472,6 +472,8 @@ def test_seeds_that_do_not_change_from_step_to_step_are_noted(monkeypatch):
     """A generator that is seeded once, or with the step, gives no note."""
     monkeypatch.setattr(torch, "Generator", torch.Generator)
     monkeypatch.setattr(torch, "manual_seed", torch.manual_seed)
+    monkeypatch.setattr(np.random, "RandomState", np.random.RandomState)
+    monkeypatch.setattr(np.random, "default_rng", np.random.default_rng)
     state = types.SimpleNamespace(step=0)
     seeds = check.watch_seeds(state)
     torch.Generator().manual_seed(7)
@@ -485,6 +487,11 @@ def test_seeds_that_do_not_change_from_step_to_step_are_noted(monkeypatch):
     state.step = 5
     torch.manual_seed(7)
     assert len(seeds[7]) == 6 and torch.equal(torch.randn(2), noise)
+    for state.step in range(4):
+        assert np.random.RandomState((1, 2)).rand() == np.random.RandomState([1, 2]).rand()
+        np.random.RandomState(8)
+        np.random.default_rng(9)
+    assert {seed: len(steps) for seed, steps in seeds.items() if seed > 7} == {8: 4, 9: 4}
 
 def test_rows_that_are_read_several_times_are_noted():
     """A few equal rows are not worth a note, and neither are short ones."""
@@ -634,6 +641,41 @@ def test_gradients_of_zeros_are_noted():
     assert check.notes_about_zeros(set()) == []
     note, = check.notes_about_zeros({"wte", "wpe"})
     assert note.startswith("the gradient of wpe, wte is 0 in some steps (2 parameters)")
+
+def test_targets_that_are_not_the_next_tokens_are_noted():
+    """Masked targets, a few noisy inputs and targets of other shapes give no note."""
+    tokens = torch.arange(18).view(2, 9)
+    x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
+    y[0] = -100
+    x[1, 3] = 0
+    assert check.part_of_next_tokens(x, y) == 6 / 7
+    assert check.part_of_next_tokens(x) == check.part_of_next_tokens(x, y[:, :4]) == 1.0
+    assert check.part_of_next_tokens(x[:, :4], y[:, -4:]) == 0.0
+    assert check.notes_about_shifts([]) == check.notes_about_shifts([1.0, 0.9]) == []
+    note, = check.notes_about_shifts([1.0, 0.0])
+    assert "only 0% of the targets" in note
+
+def test_metrics_with_the_same_value_in_all_steps_are_noted():
+    log = {(0, "train"): "2.0", (1, "train"): "2.1", (0, "ratio"): "0.0", (9, "ratio"): "0.0",
+           (4, "val"): "1.0"}
+    assert check.notes_about_constants(log) == ["ratio is 0.0 in all steps."]
+
+@torch.no_grad()
+def test_a_difference_between_the_modes_is_not_noise():
+    """Dropout is noise around the logits in eval mode. Without its factor, it is not."""
+    x = torch.randint(8, (2, 16))
+    table = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
+    logits = table[x]
+    models = {"equal": lambda idx: table[idx],
+              "dropout": lambda idx: torch.nn.functional.dropout(table[idx], 0.5),
+              "unscaled": lambda idx: 0.5 * torch.nn.functional.dropout(table[idx], 0.5),
+              "other": lambda idx: 1.1 * table[idx]}
+    found = {name: check.mode_gap(lambda idx: (model(idx), None), x, logits, 1e-4)
+             for name, model in models.items()}
+    assert found["equal"] == found["dropout"] == 0.0
+    assert found["unscaled"] > 0.5 and found["other"] > 0.05
+    assert check.notes_about_modes(0.0) == []
+    assert check.notes_about_modes(0.5)[0].startswith("logits in training mode and in eval mode")
 
 @torch.no_grad()
 def test_tokens_just_before_that_have_no_influence_are_noted():
