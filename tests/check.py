@@ -892,7 +892,7 @@ def train_and_report(t, train, run, job):
         with torch.no_grad(), run.autocast():
             found = examine(run, tolerance=job["examine"])
         report["embedded"] = embedded
-        notes = report["notes"] + found["notes"] + notes_about_modes(found["modes"])
+        notes = report["notes"] + found["notes"] + notes_about_modes(run.cfg, found["modes"])
         report |= found | {"notes": notes}
     if os.environ.get("RANK", "0") == "0":
         Path(job["folder"], "report.json").write_text(json.dumps(report))
@@ -1360,13 +1360,35 @@ def notes_about_targets(model, x, y):
             "target. If roll() shifts the targets, leave out those that it moves from one end of "
             "the row to the other."]
 
-def notes_about_modes(gap):
-    """Return a note if the logits in training mode and in eval mode differ. gap: see mode_gap()."""
-    if not gap:
+def notes_about_modes(cfg, gap):
+    """Return a note if the logits in training mode and in eval mode differ. gap: by how much."""
+    if not gap or getattr(cfg, "dropout", 0):
         return []
-    return [f"logits in training mode and in eval mode differ by up to {gap:.2g}, also on average "
-            "over many random draws. Validation, samples and the export use the model in eval "
-            "mode. If training drops activations at random, scale up those that are left."]
+    return [f"logits in training mode and in eval mode differ by up to {gap:.2g}. Validation, "
+            "samples and the export use the model in eval mode. If training drops parts of the "
+            "model at random, check that it scales up those that are left."]
+
+def notes_in_training_mode(model, x, y):
+    """Return notes on the training loss of inputs and targets (B, T)."""
+    try:
+        with torch.enable_grad():
+            return notes_about_loss(model, x, y) + notes_about_targets(model, x, y)
+    except Exception:  # an edit may have given forward() other arguments; a note must not stop
+        return []
+
+def notes_about_loss(model, x, y):
+    """Return a note if additional terms make up much of the training loss.
+
+    x, y: inputs and targets (B, T). The model must be in training mode.
+    """
+    logits, loss = model(x, y)
+    cross_entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+    ratio = (loss / cross_entropy).item()
+    if 0.5 <= ratio <= 1.5:
+        return []
+    return [f"the training loss of two rows is {loss.item():.4g}, but their cross-entropy is "
+            f"{cross_entropy.item():.4g}. If an additional term should be smaller, check that it "
+            "is a mean over all tokens."]
 
 def is_left_out(value):
     """Return whether a module's attribute is or contains a tensor that torch does not know of.
@@ -1423,7 +1445,8 @@ def examine(run, tolerance):
 
     {"samples": a problem or None, "drawn": token ids, "later": see leak_problem() and
     length_problem(), "notes": texts, "val_data": see validation_data(), "cross_entropy": loss,
-    "later_in_training": as "later", in training mode, "modes": see mode_gap()}
+    "later_in_training": as "later", in training mode, "modes": how far the logits in training mode
+    are from those in eval mode}
 
     An edited generate() or forward() may raise anything, so errors become texts.
     """
@@ -1447,11 +1470,11 @@ def examine(run, tolerance):
         logits = raw_model(x)[0].float()
         raw_model.train()  # late, because a forward pass may change buffers
         report["later_in_training"] = leak_problem(raw_model, x, tolerance / 10)
-        report["modes"] = mode_gap(raw_model, x, logits, tolerance)
-        with torch.enable_grad():
-            report["notes"] += notes_about_targets(raw_model, x, y)
+        gap = (raw_model(x)[0].float() - logits).abs().max().item()
+        report["modes"] = gap if gap > tolerance * max(1.0, logits.abs().max().item()) else 0.0
     except Exception as e:
         report["later_in_training"] = f"{type(e).__name__}: {e}"
+    report["notes"] += notes_in_training_mode(raw_model, x, y)
     raw_model.eval()
     report["samples"] = report["samples"] or sample_problem_if_sharpened(model, x, T, tolerance)
     return report
@@ -1555,20 +1578,6 @@ def length_problem(model, x, tolerance):
                 f"model(x)[:, :{n}] by up to {gap:.2g}, so samples do not come from the model that "
                 f"was validated. Only rounding, {limit:.1g}, is allowed.")]
     return None
-
-def mode_gap(model, x, logits, tolerance):
-    """Return how far the logits in training mode are from those in eval mode, or 0.0.
-
-    Return 0.0 also if the difference is mostly noise, as with dropout. The model must be in
-    training mode. x: token ids (B, T). logits: those in eval mode, (B, T, n_vocab).
-    """
-    gaps = []
-    for seed in range(16):
-        torch.manual_seed(seed)
-        gaps.append(model(x)[0].float() - logits)
-    gap = gaps[0].abs().max().item()
-    is_noise = torch.stack(gaps).mean(dim=0).norm() < 0.6 * gaps[0].norm()
-    return 0.0 if is_noise or gap <= tolerance * max(1.0, logits.abs().max().item()) else gap
 
 def notes_about_context(model, x):
     """Return a note if some of the last four tokens have no influence on the logits at all.
