@@ -6,9 +6,9 @@
     tail -f log/log.txt      # lines of the form "<step> <metric> <value>"
 
 To change a setting, edit the constants in Config, or give a flag
-(--max_lr=1e-3). Training on a text file uses the constants in SMALL. If it
-starts from existing weights (init_from), it uses those in FINETUNE. Ctrl-C
-saves the run and stops it. To resume the run, repeat the command.
+(--max_lr=1e-3). Training on a text file uses the constants in SMALL or, with
+existing weights (init_from), those in FINETUNE. Ctrl-C saves the run and stops
+it. To resume the run, repeat the command.
 
 One idea keeps the script simple: the data of a step is a pure function of
 (seed, step). A run can therefore be resumed simply by starting at a later step,
@@ -313,8 +313,8 @@ class GPT(nn.Module):
             temperature, top_k = 1.0, 1
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            # If the model has been compiled, run it eagerly here. Otherwise it would be compiled
-            # again for each new length
+            # The model may have been compiled in place. Run it eagerly here, because it would be
+            # compiled again for each new length
             with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, n_vocab)
             if top_k:
@@ -345,10 +345,10 @@ class GPT(nn.Module):
 def build_model(cfg, gpt_config):
     """Return a GPT with initial weights. cfg is the Config of the run.
 
-    The script loads existing weights into this model later: those in init_from before it creates
-    State, and those of a resumed run after that. So if you need a copy of the weights in init_from,
-    for example to penalize the distance from them, add a method __post_init__() to State, and copy
-    them there.
+    If there are existing weights (init_from, or a checkpoint), the script loads them into this
+    model afterwards, so they cannot be copied here. An edit that needs a copy of the weights in
+    init_from, for example to penalize the distance from them, can make it in State: add a method
+    __post_init__(), which is called when they have been loaded.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
@@ -363,9 +363,10 @@ def build_model(cfg, gpt_config):
 class DataLoaderLite:
     """Reads rows of T + 1 tokens from shards, in an order that the seed determines.
 
-    Each shard is cut into pieces that begin at its tokens 0, T, 2 T and so on. The model reads the
-    first T tokens of a piece and predicts the last T, so the last token of a piece is also the
-    first token of the next one. (With `recut`, the cuts are at different tokens in each epoch.)
+    A shard is read in pieces of T + 1 tokens that begin at its tokens 0, T, 2 T and so on, so the
+    last token of a piece is also the first token of the next one. The model reads the first T
+    tokens of a piece and predicts the last T. (With `recut`, the pieces begin at different tokens
+    in each epoch.)
 
     An epoch reads each piece once, in the order of the files or, with `shuffle`, in a random order
     that is drawn from (seed, epoch). A row of a batch is one piece. Rows are numbered in the order
@@ -572,7 +573,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # duration of all steps but the first after each launch
+    minutes: float = 0.0          # time for training so far, without each launch's first step
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -649,19 +650,18 @@ def read_step(run):
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
 def loss_weights(batches):
-    """Return the weight of each micro-batch in the mean loss of a step, as a tensor.
+    """Return the weight of each micro-batch in the loss of a step, as a tensor: 1 / len(batches).
 
-    The weight of a micro-batch is its number of targets, divided by the mean number of targets that
-    a process has in this step. As long as all micro-batches have the same number, each weight is
-    1 / len(batches). backward() sums the gradients of the micro-batches, and the weights turn this
-    sum into a mean. (DDP takes the mean over the processes.)
+    backward() sums the gradients of the micro-batches, and these weights turn the sum into a mean.
+    (DDP takes the mean over the processes.)
 
-    For edits: with this definition, the loss remains the exact mean over all targets of the step if
-    read_step() sets some of them to -100.
+    For edits: if read_step() sets targets to -100, micro-batches may have different numbers n of
+    targets. A micro-batch must then count for n / (all targets of the step). Because DDP divides by
+    the number of processes, the weight is that number times n / (all targets of the step).
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    targets_per_process = sum_over_ranks(n_targets.sum()) / world_size()
-    return n_targets / targets_per_process
+    n_of_step = sum_over_ranks(n_targets.sum())
+    return world_size() * n_targets / n_of_step
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
@@ -785,27 +785,12 @@ def checkpoint_of(state, cfg, fingerprint):
         "gpt_config": asdict(state.raw_model.config), "encoding": cfg.encoding,
         "constants": asdict(cfg), "data": fingerprint, "code": code_checksum()}
 
-def content_of(value):
-    """Return the form in which a checkpoint stores an attribute of State."""
-    if isinstance(value, torch.optim.Optimizer):
-        content = value.state_dict()
-        content["class"] = type(value).__name__
-        groups = zip(content["param_groups"], value.param_groups)
-        content["param_groups"] = [part_to_save(group, initial=initial_values(own))
-                                   for group, own in groups]
-        return content
-    if hasattr(value, "state_dict"):
-        return value.state_dict()
-    if isinstance(value, list):
-        return [content_of(part) for part in value]
-    return value
-
 def initial_values(group):
-    """Return the hyperparameters, such as lr, that an optimizer group had at the first call.
+    """Return the hyperparameters, such as lr, that an optimizer group had at first.
 
-    The first call is in build_state(), after configure_optimizers() has set them and before
-    training changes any. (For edits: an optimizer that replaces another one during a run calls this
-    for the first time when it takes its first step.)
+    The first call stores them in group["initial"]. It is in build_state(), after
+    configure_optimizers() has set them and before training changes any. (For edits: if an optimizer
+    replaces another one during a run, the first call is in its first step.)
     """
     if "initial" not in group:
         group["initial"] = {name: value for name, value in group.items()
@@ -826,6 +811,21 @@ def part_to_save(group, initial):
         if name != "initial" and not has_initial_value:
             rest[name] = value
     return rest
+
+def content_of(value):
+    """Return the form in which a checkpoint stores an attribute of State."""
+    if isinstance(value, torch.optim.Optimizer):
+        content = value.state_dict()
+        content["class"] = type(value).__name__
+        groups = zip(content["param_groups"], value.param_groups)
+        content["param_groups"] = [part_to_save(group, initial=initial_values(own))
+                                   for group, own in groups]
+        return content
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, list):
+        return [content_of(part) for part in value]
+    return value
 
 def is_stateful(value):
     """Return whether a value has load_state_dict(), or is a list with such an object."""
@@ -938,7 +938,7 @@ def in_todays_form(content):
     return content
 
 def rename_entries(content):
-    """Return a checkpoint of 23 November 2026 or earlier with the entries of the next version.
+    """Convert a checkpoint of 23 November 2026 or earlier to the next version, and return it.
 
     In that version, the attributes of State were not in an entry of their own yet.
     """
@@ -978,8 +978,8 @@ def checkpoint_to_use(folder):
     # The validation losses of the steps that were saved
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
     best_step = min(losses, key=losses.get, default=None)
-    has_risen_again = bool(losses) and best_step < max(losses)
-    if has_risen_again:
+    last_step = max(losses, default=None)
+    if best_step != last_step:  # the loss has risen again
         path = found[best_step]
         try:
             read_checkpoint(path)
@@ -1271,7 +1271,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, final_max_steps() computes it once the data have been opened.
     """
-    if "max_steps" in flags:  # it takes precedence over those in Config and presets
+    if "max_steps" in flags:  # `epochs` and `minutes` in Config or a preset must not replace it
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
@@ -1776,7 +1776,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
-    if cfg.minutes == 0:  # --max_steps may replace the minutes of the run, and it is compared
+    if cfg.minutes == 0:  # --max_steps may take the place of minutes, since max_steps is compared
         changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
     has_finished = checkpoint["state"]["step"] >= cfg.max_steps
