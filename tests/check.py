@@ -85,7 +85,8 @@ PROMISES = {
     "later": ("a token's logits do not depend on later tokens",
         "If the logits change with later tokens, the model sees tokens that it should predict, and "
         "its loss is too low. Usual reasons are an attention mask, a convolution that is padded on "
-        "both sides, or a norm, a mean or a top-k over all positions. If the loss ignores the "
+        "both sides, or a norm, a mean or a top-k over all positions. (topk() returns positions "
+        "in the order of their scores. Sort them before causal attention.) If the loss ignores the "
         "targets of such tokens, as in a prefix language model, this is as it should be."),
     "draws": ("each step draws new random numbers",
         "forward() seeds torch's generator, for example by torch.manual_seed(). train_step() has "
@@ -646,7 +647,8 @@ class Check:
             return broken(*problem)
         problem = self.base.report["later_in_training"]
         if isinstance(problem, list):
-            return broken(f"in training mode, {problem[0]}", *problem[1:])
+            return broken(f"in training mode, {problem[0]}", *problem[1:],
+                          "In eval mode they do not, so val is computed without later tokens.")
         return holds()
 
     def check_draws(self):
@@ -902,8 +904,8 @@ def watch_forward_passes(run, report):
 
     "draws": whether those with gradient draw from torch's generator; "draws_without_grad": whether
     the others do; "seeds": whether any of them seeds it; "embedded": the number of token ids that
-    the embedding got in those with gradient; "shifted": what part_of_next_tokens() returned for
-    some of these. The list gets up to 16 rows (T,) of each of the first
+    the embedding got in those with gradient; "shifted": what share_of_shifted_rows() returned
+    for some of these. The list gets up to 16 rows (T,) of each of the first
     of these passes, as arrays of token ids.
     """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
@@ -916,7 +918,7 @@ def watch_forward_passes(run, report):
         states.append((get_state(), torch.initial_seed()))
         if torch.is_grad_enabled() and len(rows) < MOST_ROWS and args:
             rows.extend(args[0][:16].cpu().numpy())
-            report["shifted"].append(part_of_next_tokens(*args))
+            report["shifted"].append(share_of_shifted_rows(*args))
 
     def after(model, args, outputs):
         state, seed = states.pop()
@@ -934,13 +936,13 @@ def watch_forward_passes(run, report):
             module.register_forward_pre_hook(count)
     return rows
 
-def part_of_next_tokens(x, y=None, *args):
-    """Return which part of the targets y are the tokens that follow in x. Both are (B, T)."""
+def share_of_shifted_rows(x, y=None, *args):
+    """Return in which share of the rows most targets y are the tokens that follow in x (B, T)."""
     if not torch.is_tensor(y) or y.shape != x.shape or x.dim() != 2 or x.size(1) < 2:
         return 1.0  # an edit has other targets
-    targets, following = y[:, :-1], x[:, 1:]
-    counted = targets >= 0
-    return ((targets == following) & counted).sum().item() / max(1, counted.sum().item())
+    counted = y[:, :-1] >= 0
+    agree = ((y[:, :-1] == x[:, 1:]) & counted).sum(1) >= 0.5 * counted.sum(1)  # (B,)
+    return agree.float().mean().item()
 
 def training_and_validation(t, run, loader, rows):
     """Return what training and the validation with a loader have in common.
@@ -997,6 +999,7 @@ class Watched:
     def __init__(self, t, run):
         self.loaders = watch_validation(t)
         self.with_gradient, self.with_zeros = watch_gradients(run)
+        self.nonzero = watch_elements(run)
         self.clipped = watch_clipping()
         self.seeds = watch_seeds(run.state)
         self.optimizers = list(run.state.optimizers)
@@ -1012,6 +1015,7 @@ class Watched:
             with_gradient = self.with_gradient if were_watched else report["initial"]
             notes += notes_about_parameters(state, report["initial"], with_gradient)
             notes += notes_about_zeros(self.with_zeros & self.with_gradient)
+            notes += notes_about_elements(state.raw_model, self.nonzero)
             notes += notes_about_attributes(state.raw_model, report["changed"])
             notes += notes_about_groups(state.optimizers) + notes_about_copies(state)
             notes += notes_about_average(state, self.begin)
@@ -1099,6 +1103,20 @@ def watch_gradients(run):
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(before_step)
     return with_gradient, with_zeros
+
+def watch_elements(run):
+    """Return {id of a parameter: where it has got a gradient that is not 0}, as bool tensors."""
+    nonzero = {}
+
+    def before_step(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    nonzero[id(p)] = nonzero.get(id(p), False) | (p.grad != 0)
+    for optimizer in run.state.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(before_step)
+    return nonzero
 
 def notes_about_schedules(t, cfg):
     """Return notes on the batch sizes and the learning rates of a run with this Config."""
@@ -1214,6 +1232,22 @@ def notes_about_zeros(names):
             "still changes them then, by weight decay and momentum. To keep a parameter unchanged "
             "in a step, set p.grad = None."]
 
+def notes_about_elements(model, nonzero):
+    """Return a note on matrices in which most elements never got a gradient, except embeddings.
+
+    nonzero: what watch_elements() returned.
+    """
+    embeddings = {id(module.weight) for module in model.modules()
+                  if isinstance(module, torch.nn.Embedding)}
+    shares = {name: nonzero[id(p)].float().mean().item() for name, p in model.named_parameters()
+              if p.dim() > 1 and id(p) in nonzero and id(p) not in embeddings}
+    sparse = [name for name, share in shares.items() if 0 < share < 0.5]
+    if not sparse:
+        return []
+    return [f"only {shares[sparse[0]]:.1%} of the elements of {sparse[0]} got a gradient other "
+            f"than 0 ({len(sparse)} such parameters). Perhaps an operation without a gradient, such "
+            "as round(), is applied to it."]
+
 def notes_about_attributes(model, changed):
     """Return notes on tensors in the model's modules that are neither parameters nor buffers.
 
@@ -1304,15 +1338,16 @@ def notes_about_repeated_rows(rows):
             "repetitions of other rows. If an edit uses the same rows twice, as SAM does, check "
             "that their gradients should be added up. Otherwise check read_step()."]
 
-def notes_about_shifts(parts):
-    """Return a note if training uses targets that are not the next tokens.
+def notes_about_shifts(shares):
+    """Return a note if rows of training have targets that are not the next tokens.
 
-    parts: what part_of_next_tokens() returned for some forward passes.
+    shares: what share_of_shifted_rows() returned for some forward passes.
     """
-    if min(parts, default=1.0) > 0.5:  # noise may have replaced some inputs
+    if min(shares, default=1.0) == 1.0:
         return []
-    return [f"in a step of training, only {min(parts):.0%} of the targets are the tokens that "
-            "follow in the inputs. Check that read_step() cuts or shifts both alike."]
+    return [f"in a forward pass of training, only {min(shares):.0%} of the rows have targets that "
+            "are the tokens that follow in their inputs. Check that read_step() changes, cuts and "
+            "shifts x and y alike."]
 
 def notes_about_clipping(state, clipped):
     """Return a note if some gradients are not clipped. clipped: the ids of the other parameters."""

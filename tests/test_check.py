@@ -646,14 +646,31 @@ def test_targets_that_are_not_the_next_tokens_are_noted():
     """Masked targets, a few noisy inputs and targets of other shapes give no note."""
     tokens = torch.arange(18).view(2, 9)
     x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
-    y[0] = -100
+    share = check.share_of_shifted_rows
+    assert share(x, y) == share(x, y.masked_fill(y < 9, -100)) == 1.0
+    assert share(x.roll(1, 0), y) == share(x[:, :4], y[:, -4:]) == 0.0
+    assert share(torch.stack((x[0], x[0])), y) == 0.5
     x[1, 3] = 0
-    assert check.part_of_next_tokens(x, y) == 6 / 7
-    assert check.part_of_next_tokens(x) == check.part_of_next_tokens(x, y[:, :4]) == 1.0
-    assert check.part_of_next_tokens(x[:, :4], y[:, -4:]) == 0.0
-    assert check.notes_about_shifts([]) == check.notes_about_shifts([1.0, 0.9]) == []
-    note, = check.notes_about_shifts([1.0, 0.0])
-    assert "only 0% of the targets" in note
+    assert share(x, y) == share(x) == share(x, y[:, :4]) == 1.0
+    assert check.notes_about_shifts([]) == check.notes_about_shifts([1.0, 1.0]) == []
+    note, = check.notes_about_shifts([1.0, 0.75])
+    assert "only 75% of the rows" in note
+
+def test_matrices_with_few_gradients_are_noted():
+    """An embedding gets gradients only for the tokens that occur."""
+    model = torch.nn.Sequential(torch.nn.Embedding(9, 2), torch.nn.Linear(2, 2, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    run = types.SimpleNamespace(state=types.SimpleNamespace(optimizers=[optimizer]))
+    nonzero = check.watch_elements(run)
+    for column in (0, 1):
+        optimizer.zero_grad()
+        model(torch.tensor([1]))[:, column].sum().backward()
+        model[1].weight.grad[1] = 0
+        optimizer.step()
+    assert check.notes_about_elements(model, nonzero) == []  # half of the elements
+    nonzero[id(model[1].weight)][0, 0] = False
+    note, = check.notes_about_elements(model, nonzero)
+    assert note.startswith("only 25.0% of the elements of 1.weight got a gradient other than 0 (1")
 
 def test_metrics_with_the_same_value_in_all_steps_are_noted():
     log = {(0, "train"): "2.0", (1, "train"): "2.1", (0, "ratio"): "0.0", (9, "ratio"): "0.0",
