@@ -752,7 +752,8 @@ class Check:
                 if own and abs(a - b) > 0.01 * max(abs(a), abs(b)) and self.repeats:
                     notes.append(f"{metric} is {a:g} {in_one} and {b:g} {in_two}, at step {step}. "
                                  "If it should describe the whole step, take its mean over all "
-                                 "micro-batches and processes.")
+                                 "micro-batches and processes. If it reads batches by itself, "
+                                 "check their row numbers.")
                     break
         return notes if not plan.dropout else []
 
@@ -800,7 +801,8 @@ def check(options):
             outcomes.append(verdict.outcome)
             show_progress("")
             print(in_words(promise, verdict), flush=True)
-    for note in setup["notes"] + checking.base.report["notes"] + checking.own_notes():
+    notes = setup["notes"] + checking.base.report["notes"] + checking.own_notes()
+    for note in dict.fromkeys(notes):
         print("\n".join(textwrap.wrap(f"Note: {note}", 100, subsequent_indent="    ")))
     if code_of_scripts() != code:
         raise Failed("A script was edited during the check. Run the check again.")
@@ -1003,6 +1005,7 @@ class Watched:
         self.clipped = watch_clipping()
         self.seeds = watch_seeds(run.state)
         self.optimizers = list(run.state.optimizers)
+        self.integers, self.first_step = integers_of(run.state), run.state.step
         self.begin = [p.detach().clone() for p in run.state.raw_model.parameters()]
         self.buffers = {name: crc_of(b) for name, b in run.state.raw_model.named_buffers()}
 
@@ -1014,6 +1017,8 @@ class Watched:
                 isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
             with_gradient = self.with_gradient if were_watched else report["initial"]
             notes += notes_about_parameters(state, report["initial"], with_gradient)
+            notes += notes_about_counters(
+                self.integers, integers_of(state), state.step - self.first_step)
             notes += notes_about_zeros(self.with_zeros & self.with_gradient)
             notes += notes_about_elements(state.raw_model, self.nonzero)
             notes += notes_about_attributes(state.raw_model, report["changed"])
@@ -1157,11 +1162,36 @@ def notes_about_code(source):
     for name, line in defaults.items():
         notes.append(f"Config.{name} in line {line} is the default, not the value that this run "
                      f"uses. Use cfg.{name}.")
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any("Module" in ast.unparse(b) for b in node.bases):
+            notes += [f"no call of {node.name}() passes `{name}`, so it always has its default."
+                      for name in arguments_never_passed(tree, node)]
     names = sorted(kept_in_loop(train) - {"stopped"})
     if names:
         notes.append(f"train() keeps {', '.join(names)} from one step to the next in local "
                      "variables, which a restart forgets. Make them attributes of State.")
     return notes
+
+def arguments_never_passed(tree, node):
+    """Return the arguments with a default in the __init__ of a class that no call passes.
+
+    Return [] if the class is never called, or called with *args or **kwargs.
+    """
+    init = next((part for part in node.body
+                 if isinstance(part, ast.FunctionDef) and part.name == "__init__"), None)
+    calls = [call for call in ast.walk(tree)
+             if isinstance(call, ast.Call) and ast.unparse(call.func) == node.name]
+    if init is None or not calls:
+        return []
+    names = [argument.arg for argument in init.args.args[1:]]  # without self
+    passed = set()
+    for call in calls:
+        keywords = [keyword.arg for keyword in call.keywords]
+        if None in keywords or any(isinstance(part, ast.Starred) for part in call.args):
+            return []
+        passed |= {*names[:len(call.args)], *keywords}
+    with_default = names[len(names) - len(init.args.defaults):]
+    return [name for name in with_default if name not in passed]
 
 def kept_in_loop(function):
     """Return the names of local variables that the while loop of a function changes.
@@ -1245,8 +1275,8 @@ def notes_about_elements(model, nonzero):
     if not sparse:
         return []
     return [f"only {shares[sparse[0]]:.1%} of the elements of {sparse[0]} got a gradient other "
-            f"than 0 ({len(sparse)} such parameters). Perhaps an operation without a gradient, such "
-            "as round(), is applied to it."]
+            f"than 0 ({len(sparse)} such parameters). Perhaps an operation without a gradient is "
+            "applied to it, such as round()."]
 
 def notes_about_attributes(model, changed):
     """Return notes on tensors in the model's modules that are neither parameters nor buffers.
@@ -1286,6 +1316,17 @@ def notes_about_copies(state):
             for name, content in state.state_dict().items()
             if name not in ("raw_model", "optimizers", "scaler")
             and any(part.data_ptr() in weights for _, part in tensors_of(content))]
+
+def integers_of(state):
+    """Return {name: value} of the integers in State that an edit has added."""
+    return {name: value for name, value in vars(state).items()
+            if type(value) is int and name not in ("step", "tokens")}
+
+def notes_about_counters(before, after, steps):
+    """Return notes on integers that grow by more than 1 per step. before, after: {name: value}."""
+    return [f"State.{name} grows from {before.get(name, 0)} to {value} in {steps} steps. If it "
+            "counts steps or updates, it is counted more than once per step."
+            for name, value in after.items() if value - before.get(name, 0) > steps]
 
 def notes_about_average(state, begin):
     """Return a note if eval_model is another model than raw_model, but has the same weights.
@@ -1336,7 +1377,8 @@ def notes_about_repeated_rows(rows):
         return []
     return [f"{repeated} of the first {len(rows)} rows that the model is trained on are "
             "repetitions of other rows. If an edit uses the same rows twice, as SAM does, check "
-            "that their gradients should be added up. Otherwise check read_step()."]
+            "that their gradients should be added up, and which of the losses is reported. "
+            "Otherwise check read_step()."]
 
 def notes_about_shifts(shares):
     """Return a note if rows of training have targets that are not the next tokens.
@@ -1407,9 +1449,38 @@ def notes_in_training_mode(model, x, y):
     """Return notes on the training loss of inputs and targets (B, T)."""
     try:
         with torch.enable_grad():
-            return notes_about_loss(model, x, y) + notes_about_targets(model, x, y)
+            return (notes_about_dimensions(model, x, y) + notes_about_loss(model, x, y)
+                    + notes_about_targets(model, x, y))
     except Exception:  # an edit may have given forward() other arguments; a note must not stop
         return []
+
+class WatchDimensions(torch.overrides.TorchFunctionMode):
+    """Records operations that normalize over a dimension other than the last one.
+
+    found: {description: None}
+    """
+    DEFAULTS = {"normalize": 1, "softmax": None, "log_softmax": None, "logsumexp": None}
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        x, place = args[0] if args else None, places_in_scripts("".join(traceback.format_stack()))
+        if name in self.DEFAULTS and torch.is_tensor(x) and x.dim() > 1 and place:
+            position = 2 if name == "normalize" else 1  # of dim, in args
+            dim = kwargs.get("dim", args[position] if len(args) > position else self.DEFAULTS[name])
+            if isinstance(dim, int) and dim % x.dim() != x.dim() - 1:
+                self.found[f"{name}() works over dimension {dim} of a tensor of shape "
+                           f"{tuple(x.shape)} ({place[-1]})"] = None
+        return func(*args, **kwargs)
+
+def notes_about_dimensions(model, x, y):
+    """Return notes on softmax(), normalize() and so on over dimensions other than the last one."""
+    with WatchDimensions() as watch:
+        model(x, y)
+    return [f"{text}. Check that this is the right dimension." for text in watch.found]
 
 def notes_about_loss(model, x, y):
     """Return a note if additional terms make up much of the training loss.

@@ -387,6 +387,13 @@ def test_values_that_train_keeps_and_defaults_in_part_one_are_noted():
         notes = check.notes_about_code(before.format(start) + loop.format(change))
         expected = f"train() keeps {name} from one step to the next in local variables"
         assert [note.partition(", which")[0] for note in notes] == ([expected] if name else [])
+    module = ("class A(nn.Module):\n"
+              "    def __init__(self, config, layer=0, more=1):\n        pass\n"
+              "def g():\n    A(1)\n    A(2, more=3)\n    B(layer=1)\n")
+    note, = check.notes_about_code(module + before.format("x = 1") + loop.format("pass"))
+    assert note == "no call of A() passes `layer`, so it always has its default."
+    starred = module + "def h(a):\n    A(*a)\n" + before.format("x = 1") + loop.format("pass")
+    assert check.notes_about_code(starred) == []
     note, = check.notes_about_code(before.format("x = Config.B") + loop.format("pass"))
     assert note.startswith("Config.B in line 3 is the default")
     assert check.notes_about_code("def other():\n    Config.T\n") == []
@@ -655,6 +662,26 @@ def test_targets_that_are_not_the_next_tokens_are_noted():
     assert check.notes_about_shifts([]) == check.notes_about_shifts([1.0, 1.0]) == []
     note, = check.notes_about_shifts([1.0, 0.75])
     assert "only 75% of the rows" in note
+
+def test_counters_that_grow_too_fast_are_noted():
+    state = types.SimpleNamespace(step=3, tokens=9000, n=40, flag=True, name="a")
+    assert check.integers_of(state) == {"n": 40}
+    assert check.notes_about_counters({"n": 0}, {"n": 20}, 20) == []
+    note, = check.notes_about_counters({"n": 0}, {"n": 40}, 20)
+    assert note.startswith("State.n grows from 0 to 40 in 20 steps")
+
+def test_operations_over_other_dimensions_are_noted(monkeypatch):
+    """The last dimension gives no note, and neither do operations outside of the scripts."""
+    monkeypatch.setattr(check, "SCRIPTS", ROOT / "tests")  # so that the lambdas here count
+    x = torch.rand(2, 3, 4)
+    for operation, text in (
+            (lambda x, y: x.logsumexp(1), "logsumexp() works over dimension 1 of a tensor"),
+            (lambda x, y: torch.nn.functional.normalize(x), "normalize() works over dimension 1"),
+            (lambda x, y: x.softmax(dim=-2), "softmax() works over dimension -2"),
+            (lambda x, y: torch.nn.functional.normalize(x, dim=2), ""),
+            (lambda x, y: x.log_softmax(-1).sum(1), "")):
+        notes = check.notes_about_dimensions(operation, x, None)
+        assert len(notes) == bool(text) and text in "".join(notes)
 
 def test_matrices_with_few_gradients_are_noted():
     """An embedding gets gradients only for the tokens that occur."""
