@@ -639,7 +639,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
         for file_number, row, tokens in results:
             # Skip the tokens of earlier shards, which are at the start of the first batch. (They
             # may fill several batches if BATCH_BYTES was edited)
-            offset = min(to_skip, len(tokens))  # how many tokens of this batch are in shards
+            offset = min(to_skip, len(tokens))  # where the next shard continues in this batch
             to_skip -= offset
             while offset < len(tokens):
                 part = tokens[offset:offset + shard_size - filled]

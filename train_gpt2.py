@@ -604,7 +604,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
     hellaswag_questions: object   # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder"           # writes the files in log_dir
+    folder: "RunFolder | None"    # writes the files in log_dir; None in trial steps
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -737,8 +737,7 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (At step 0
-            # of a new model, no file is written, because the seed determines the weights)
+            # Save before evaluating, so that no steps are lost if the evaluation fails
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -1808,8 +1807,9 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        continues: whether a run is resumed. If a new run begins, the folder may contain the log and
-        the export of an earlier run that has left no checkpoint. These get new names.
+        Outdated files get new names: an export (hf) if the model will be trained further and, if a
+        new run begins (continues=False), the export and the log of an earlier run that has left no
+        checkpoint.
         """
         if rank() != 0:
             return
@@ -2358,7 +2358,7 @@ def prepared_hellaswag(cfg, model, encoding):
     """
     if not cfg.hellaswag_every:
         return None
-    import hellaswag
+    import hellaswag  # here, so that train_gpt2.py also works without this file
     return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
 
 def hellaswag_score(run):
