@@ -1002,6 +1002,7 @@ class Watched:
         self.loaders = watch_validation(t)
         self.with_gradient, self.with_zeros = watch_gradients(run)
         self.nonzero = watch_elements(run)
+        self.between = watch_average(run.state)
         self.clipped = watch_clipping()
         self.seeds = watch_seeds(run.state)
         self.optimizers = list(run.state.optimizers)
@@ -1023,7 +1024,7 @@ class Watched:
             notes += notes_about_elements(state.raw_model, self.nonzero)
             notes += notes_about_attributes(state.raw_model, report["changed"])
             notes += notes_about_groups(state.optimizers) + notes_about_copies(state)
-            notes += notes_about_average(state, self.begin)
+            notes += notes_about_average(state, self.begin) + self.between
             notes += notes_about_buffers(state, self.buffers)
             notes += notes_about_clipping(state, self.clipped)
             notes += notes_about_seeds(self.seeds)
@@ -1122,6 +1123,24 @@ def watch_elements(run):
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(before_step)
     return nonzero
+
+def watch_average(state):
+    """Return a list, to which a note is added if eval_model changes between two optimizers' steps.
+
+    Then it is not only updated after the last one.
+    """
+    notes, before = [], {}  # {step: checksum of eval_model} when the first optimizer takes its step
+
+    def before_step(optimizer, args, kwargs):
+        if state.eval_model is not state.raw_model and not notes:
+            now = crc_of(next(state.eval_model.parameters()))
+            if before.setdefault(state.step, now) != now:
+                notes.append("eval_model changes between the steps of two optimizers, so it is "
+                             "updated several times per step. Update it after step_optimizers().")
+    for optimizer in state.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(before_step)
+    return notes
 
 def notes_about_schedules(t, cfg):
     """Return notes on the batch sizes and the learning rates of a run with this Config."""
@@ -1305,7 +1324,8 @@ def notes_about_groups(optimizers):
                 if group.get(name) != before[name]:
                     notes.append(f"training changes {name} in a parameter group of "
                                  f"{type(optimizer).__name__} from {before[name]} to "
-                                 f"{group.get(name)} ({len(group['params'])} parameters).")
+                                 f"{group.get(name)} ({len(group['params'])} parameters). If it "
+                                 "is computed from its own earlier value (*=), factors accumulate.")
     return list(dict.fromkeys(notes))[:4]
 
 def notes_about_copies(state):

@@ -441,7 +441,8 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     adamw.param_groups[1]["weight_decay"] = 0.1
     note, = check.notes_about_groups([adamw])
     assert note == ("training changes weight_decay in a parameter group of AdamW from 0.0 to 0.1 "
-                    "(1 parameters).")
+                    "(1 parameters). If it is computed from its own earlier value (*=), factors "
+                    "accumulate.")
     model.frozen.requires_grad = True
     note = check.notes_about_parameters(run.state, initial, with_gradient)[0]
     assert note.startswith("at the end of training, no optimizer has frozen (1 in all)")
@@ -458,6 +459,23 @@ def test_an_average_that_equals_the_model_is_noted():
     assert note.startswith("eval_model has almost the same weights as raw_model")
     other.table.data += 0.02
     assert notes(model) == notes(other) == []
+
+def test_an_average_that_is_updated_for_each_optimizer_is_noted():
+    """An average that is updated once, after the last optimizer, gives no note."""
+    def notes(often):
+        model, average = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
+        optimizers = [torch.optim.SGD([p], lr=1.0) for p in model.parameters()]
+        state = types.SimpleNamespace(raw_model=model, eval_model=average, optimizers=optimizers)
+        notes = check.watch_average(state)
+        for state.step in range(3):
+            for optimizer in optimizers:
+                optimizer.step()
+                if often or optimizer is optimizers[-1]:
+                    average.weight.data += 1
+        return notes
+    assert notes(often=False) == []
+    note, = notes(often=True)
+    assert note.startswith("eval_model changes between the steps of two optimizers")
 
 def test_a_buffer_that_an_average_does_not_follow_is_noted():
     """A buffer that is constant, or that the average also changes, gives no note."""
