@@ -13,7 +13,8 @@ it. To resume the run, repeat the command.
 One idea keeps the script simple: the data of a step is a pure function of
 (seed, step). A run can therefore be resumed simply by starting at a later step,
 and the micro-batch size B and the number of GPUs affect only speed and memory.
-(Rounding errors depend on both and, with dropout > 0, the dropout masks on B.)
+(Rounding errors depend on both. If dropout is above 0, the dropout masks depend
+on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
 what long runs need in practice. Code and comments that are marked "For edits:"
@@ -2151,7 +2152,7 @@ def report(run, step, metric, value, note="", print_always=False):
         print0(f"{step:5d}/{run.cfg.max_steps} {metric} {formatted(value, 4)}{note}")
 
 def formatted(value, digits):
-    """Return a number as text, with an exponent if it is below 0.001. (An edit may report any.)"""
+    """Return a number as text. Numbers below 0.001, as an edit may report, get an exponent."""
     return f"{value:.{digits}e}" if 0 < abs(value) < 1e-3 else f"{value:.{digits}f}"
 
 def write_log(run, step, metric, value):

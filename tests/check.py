@@ -1000,8 +1000,7 @@ class Watched:
     """What notes() needs to know about a training run. Create it before training starts."""
     def __init__(self, t, run):
         self.loaders = watch_validation(t)
-        self.with_gradient, self.with_zeros = watch_gradients(run)
-        self.nonzero = watch_elements(run)
+        self.nonzero, self.with_zeros = watch_gradients(run)
         self.between = watch_average(run.state)
         self.clipped = watch_clipping()
         self.seeds = watch_seeds(run.state)
@@ -1016,11 +1015,11 @@ class Watched:
         try:
             were_watched = state.optimizers == self.optimizers and all(
                 isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
-            with_gradient = self.with_gradient if were_watched else report["initial"]
+            with_gradient = self.nonzero if were_watched else report["initial"]
             notes += notes_about_parameters(state, report["initial"], with_gradient)
             notes += notes_about_counters(
                 self.integers, integers_of(state), state.step - self.first_step)
-            notes += notes_about_zeros(self.with_zeros & self.with_gradient)
+            notes += notes_about_zeros(self.with_zeros & self.nonzero.keys())
             notes += notes_about_elements(state.raw_model, self.nonzero)
             notes += notes_about_attributes(state.raw_model, report["changed"])
             notes += notes_about_groups(state.optimizers) + notes_about_copies(state)
@@ -1092,37 +1091,26 @@ def watch_seeds(state):
     return seeds
 
 def watch_gradients(run):
-    """Return two sets of names, to which optimizers add a parameter in each step.
+    """Return what optimizers find in each step: {name: where a gradient was not 0}, and a set.
 
-    The first set is for parameters whose gradient is not 0, the second one for those whose gradient
-    is a tensor of zeros.
+    The dict maps the name of a parameter that has got a gradient to a bool tensor of its shape. The
+    set is for the names of parameters whose gradient was a tensor of zeros in some step.
     """
     names = {id(p): name for name, p in run.state.raw_model.named_parameters()}
-    with_gradient, with_zeros = set(), set()
+    nonzero, with_zeros = {}, set()
 
     def before_step(optimizer, args, kwargs):
         for group in optimizer.param_groups:
             for p in group["params"]:
-                if p.grad is not None:
-                    (with_gradient if p.grad.any() else with_zeros).add(names.get(id(p)))
+                name = names.get(id(p))
+                if p.grad is not None and p.grad.any():
+                    nonzero[name] = nonzero.get(name, False) | (p.grad != 0)
+                elif p.grad is not None:
+                    with_zeros.add(name)
     for optimizer in run.state.optimizers:
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(before_step)
-    return with_gradient, with_zeros
-
-def watch_elements(run):
-    """Return {id of a parameter: where it has got a gradient that is not 0}, as bool tensors."""
-    nonzero = {}
-
-    def before_step(optimizer, args, kwargs):
-        for group in optimizer.param_groups:
-            for p in group["params"]:
-                if p.grad is not None:
-                    nonzero[id(p)] = nonzero.get(id(p), False) | (p.grad != 0)
-    for optimizer in run.state.optimizers:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(before_step)
-    return nonzero
+    return nonzero, with_zeros
 
 def watch_average(state):
     """Return a list, to which a note is added if eval_model changes between two optimizers' steps.
@@ -1284,13 +1272,13 @@ def notes_about_zeros(names):
 def notes_about_elements(model, nonzero):
     """Return a note on matrices in which most elements never got a gradient, except embeddings.
 
-    nonzero: what watch_elements() returned.
+    nonzero: see watch_gradients().
     """
     embeddings = {id(module.weight) for module in model.modules()
                   if isinstance(module, torch.nn.Embedding)}
-    shares = {name: nonzero[id(p)].float().mean().item() for name, p in model.named_parameters()
-              if p.dim() > 1 and id(p) in nonzero and id(p) not in embeddings}
-    sparse = [name for name, share in shares.items() if 0 < share < 0.5]
+    shares = {name: nonzero[name].float().mean().item() for name, p in model.named_parameters()
+              if p.dim() > 1 and name in nonzero and id(p) not in embeddings}
+    sparse = [name for name, share in shares.items() if share < 0.5]
     if not sparse:
         return []
     return [f"only {shares[sparse[0]]:.1%} of the elements of {sparse[0]} got a gradient other "
@@ -1487,11 +1475,12 @@ class WatchDimensions(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        x, place = args[0] if args else None, places_in_scripts("".join(traceback.format_stack()))
-        if name in self.DEFAULTS and torch.is_tensor(x) and x.dim() > 1 and place:
+        x = args[0] if args else None
+        if name in self.DEFAULTS and torch.is_tensor(x) and x.dim() > 1:
             position = 2 if name == "normalize" else 1  # of dim, in args
             dim = kwargs.get("dim", args[position] if len(args) > position else self.DEFAULTS[name])
-            if isinstance(dim, int) and dim % x.dim() != x.dim() - 1:
+            place = places_in_scripts("".join(traceback.format_stack()))
+            if isinstance(dim, int) and dim % x.dim() != x.dim() - 1 and place:
                 self.found[f"{name}() works over dimension {dim} of a tensor of shape "
                            f"{tuple(x.shape)} ({place[-1]})"] = None
         return func(*args, **kwargs)

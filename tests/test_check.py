@@ -422,12 +422,12 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, eval_model=model, optimizers=[adamw],
         state_dict=lambda: {"raw_model": model.state_dict(), "mean": [torch.ones(2)]}))
-    with_gradient, with_zeros = check.watch_gradients(run)
+    nonzero, with_zeros = check.watch_gradients(run)
     model.layers[0](model.weight).sum().backward()
     model.decayed.grad = torch.zeros(2)
     adamw.step()
-    assert (with_gradient, with_zeros) == ({"weight"}, {"decayed"})
-    notes = check.notes_about_parameters(run.state, initial, with_gradient)
+    assert (set(nonzero), with_zeros) == ({"weight"}, {"decayed"})
+    notes = check.notes_about_parameters(run.state, initial, nonzero)
     notes += check.notes_about_attributes(model, ["self.last in Unregistered"])
     assert [note[:48] for note in notes] == [
         "unused got no gradient in any step (1 parameters",
@@ -444,7 +444,7 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
                     "(1 parameters). If it is computed from its own earlier value (*=), factors "
                     "accumulate.")
     model.frozen.requires_grad = True
-    note = check.notes_about_parameters(run.state, initial, with_gradient)[0]
+    note = check.notes_about_parameters(run.state, initial, nonzero)[0]
     assert note.startswith("at the end of training, no optimizer has frozen (1 in all)")
 
 def test_an_average_that_equals_the_model_is_noted():
@@ -705,15 +705,16 @@ def test_matrices_with_few_gradients_are_noted():
     """An embedding gets gradients only for the tokens that occur."""
     model = torch.nn.Sequential(torch.nn.Embedding(9, 2), torch.nn.Linear(2, 2, bias=False))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    run = types.SimpleNamespace(state=types.SimpleNamespace(optimizers=[optimizer]))
-    nonzero = check.watch_elements(run)
+    run = types.SimpleNamespace(state=types.SimpleNamespace(
+        raw_model=model, optimizers=[optimizer]))
+    nonzero, _ = check.watch_gradients(run)
     for column in (0, 1):
         optimizer.zero_grad()
         model(torch.tensor([1]))[:, column].sum().backward()
         model[1].weight.grad[1] = 0
         optimizer.step()
     assert check.notes_about_elements(model, nonzero) == []  # half of the elements
-    nonzero[id(model[1].weight)][0, 0] = False
+    nonzero["1.weight"][0, 0] = False
     note, = check.notes_about_elements(model, nonzero)
     assert note.startswith("only 25.0% of the elements of 1.weight got a gradient other than 0 (1")
 
