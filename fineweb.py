@@ -117,7 +117,7 @@ def hugging_face_tokenizer(encoding, context):
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
     parts = encoding_parts(encoding.name)
-    letters = bytes_to_unicode()  # tokenizers represents each byte as one Unicode character
+    letters = bytes_to_unicode()  # `tokenizers` represents each byte as one Unicode character
     vocabulary = {"".join(letters[byte] for byte in token): i
                   for token, i in parts["mergeable_ranks"].items()}
     # generate_merges() wants the highest score for the token that is merged first. In tiktoken,
@@ -125,15 +125,15 @@ def hugging_face_tokenizer(encoding, context):
     scores = {token: -i for token, i in vocabulary.items()}
     merges = generate_merges(vocabulary, scores)
     special_tokens = dict(parts["special_tokens"])
-    # tokenizers does not allow unused ids, but cl100k_base has some. Add special tokens for them.
+    # `tokenizers` does not allow unused ids, but cl100k_base has some. Add special tokens for them.
     used = {*vocabulary.values(), *special_tokens.values()}
     special_tokens |= {f"<|unused{i}|>": i for i in range(encoding.n_vocab) if i not in used}
     vocabulary |= special_tokens
     backend = Tokenizer(models.BPE(vocabulary, merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if merges:  # the bytes encoding has no merges, so a text need not be split before merging
-        # In tiktoken's patterns, the + in {1,3}+ makes the quantifier possessive. tokenizers would
-        # read this + as a repetition. Removing it does not change what the pattern matches.
+        # In tiktoken's patterns, the + in {1,3}+ makes the quantifier possessive. `tokenizers`
+        # would read this + as a repetition. Removing it does not change what the pattern matches.
         pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", parts["pat_str"])
         pieces = pre_tokenizers.Split(Regex(pattern), "isolated")
         backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
@@ -320,7 +320,7 @@ def read_batches(urls, start_file, start_row):
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
-        texts = []  # those of the current batch; if reading fails, those before the bad row
+        texts = []  # the texts of the current batch that have been read so far
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
@@ -332,7 +332,8 @@ def read_batches(urls, start_file, start_row):
                     row += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            failed_row = row + len(texts) + 1  # the row after those that were read, counted from 1
+            # The first row that could not be read, counted from 1
+            failed_row = row + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{first_line(e)}): repair the file or the network, and repeat the "
                             f"command to resume.") from None
@@ -458,29 +459,40 @@ def end_at_once(signal_number, frame):
 def start_workers(nprocs, encoding_name):
     """Return nprocs new Workers, which never receive STOP_SIGNALS.
 
-    Two things are needed while the workers are being started:
+    Meanwhile the main process does not end, because a worker that is still starting would then
+    print a traceback.
+    """
+    with signals_postponed(), signals_blocked():
+        return [Worker(encoding_name) for _ in range(nprocs)]
 
-    - For the workers, this thread blocks STOP_SIGNALS. A worker inherits the blocked signals of the
-      thread that starts it, and keeps them blocked.
-    - The main process must not end, because a worker that is still starting would then print a
-      traceback. Blocking is not enough for that, since the system may deliver the signal to another
-      thread, which a library has started. So a temporary handler only records signals, and they are
-      raised again when all workers have been started.
+@contextlib.contextmanager
+def signals_blocked():
+    """Block STOP_SIGNALS in this thread. Processes that it starts inherit this and keep it."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
+    # Multiprocessing unblocks signals when it starts its resource tracker, so start it first.
+    resource_tracker.ensure_running()
+    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+
+@contextlib.contextmanager
+def signals_postponed():
+    """Record STOP_SIGNALS that this process receives, and raise them again at the end.
+
+    signals_blocked() alone would not keep them from this process: the system may deliver a signal
+    to another thread, which a library has started.
     """
     arrived, usual_handlers = [], {}
     for number in STOP_SIGNALS:
         usual_handlers[number] = signal.signal(
             number, lambda received, frame: arrived.append(received))
-    can_block = hasattr(signal, "pthread_sigmask")  # False on Windows
-    if can_block:
-        # Multiprocessing unblocks signals when it starts its resource tracker, so start it first.
-        resource_tracker.ensure_running()
-        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
-        return [Worker(encoding_name) for _ in range(nprocs)]
+        yield
     finally:
-        if can_block:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         for number, handler in usual_handlers.items():
             signal.signal(number, handler)
         for number in arrived:
@@ -543,16 +555,16 @@ def settings_of(cfg, files, shards):
     """Return {name: value} for everything that determines the content of these Shards.
 
     These are shard_size, encoding, and the names and sizes of all files up to the one in which the
-    next shard would begin. Files after this one may be added or changed before the next run, unless
-    the shards contain the whole corpus.
+    last shard ends. Later files may be added or changed before the next run. But if the shards
+    contain the whole corpus, adding a file changes the settings.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # If the shards contain the whole corpus, n_used is len(files) + 1, so that a file that is added
-    # later changes the settings.
-    n_used = shards[-1].end.file_number + 1 if shards else 0
-    for number, (url, size) in enumerate(files[:n_used]):
-        settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    for number, (url, size) in enumerate(files):
+        # At the end of the corpus, the last shard ends at file_number len(files), so all of today's
+        # files are included, and in the next run a file that was added, too
+        if shards and number <= shards[-1].end.file_number:
+            settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
 def read_manifest(path):
@@ -639,16 +651,16 @@ def cut_shards(results, shard_size, dtype, start, n_files):
         for file_number, row, tokens in results:
             # Skip the tokens of earlier shards, which are at the start of the first batch. (They
             # may fill several batches if BATCH_BYTES was edited)
-            offset = min(to_skip, len(tokens))  # where the next shard continues in this batch
-            to_skip -= offset
-            while offset < len(tokens):
-                part = tokens[offset:offset + shard_size - filled]
+            position = min(to_skip, len(tokens))  # in this batch: of the next token to copy
+            to_skip -= position
+            while position < len(tokens):
+                part = tokens[position:position + shard_size - filled]
                 shard[filled:filled + len(part)] = part
                 filled += len(part)
-                offset += len(part)
+                position += len(part)
                 bar.update(len(part))
                 if filled == shard_size:
-                    yield shard, Place(file_number, row, offset)
+                    yield shard, Place(file_number, row, offset=position)
                     filled = 0
                     bar.reset()
     if filled:

@@ -126,8 +126,8 @@ def tokenize(example, encode=gpt2_encode):
     """
     # An ending follows its context after a space, for example " he sings". It cannot be encoded by
     # itself, because some tokenizers add a start token or a space at the beginning of every text.
-    # So encode "a he sings", and remove as many tokens as encode("a") has. If there is a start
-    # token, it is one of them
+    # So encode "a he sings", and remove as many tokens as encode("a") has, including the start
+    # token if there is one
     n_tokens_of_a = len(encode("a"))
     endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings

@@ -343,36 +343,35 @@ class GPT(nn.Module):
         return model
 
 # ---- The model to train
-def build_model(cfg, gpt_config):
-    """Return a GPT with initial weights. cfg is the Config of the run.
+def build_model(cfg, gpt_config, weights=None):
+    """Return the GPT of a run, with initial weights or with those in `weights`.
 
-    If there are existing weights (init_from, or a checkpoint), the script loads them into this
-    model afterwards, so they cannot be copied here. An edit that needs a copy of the weights in
-    init_from, for example to penalize the distance from them, can make it in State: add a method
-    __post_init__(), which is called when they have been loaded.
+    cfg is the Config of the run. weights: the Weights given by init_from, or None. (When a run is
+    resumed, the model then gets the weights in the checkpoint.)
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
     parameters do not become parameters of the model. Before you call it in GPT.forward, move it
     with .to(idx.device).
     """
-    torch.manual_seed(cfg.seed)  # for layers that an edit adds without draw_later()
+    torch.manual_seed(cfg.seed)  # For edits: layers without draw_later() use torch's generator
     model = GPT(gpt_config, cfg.seed)
+    if weights:
+        load_weights(model, weights)
     return model
 
 # ---- Data
 class DataLoaderLite:
-    """Reads rows of T + 1 tokens from shards, in an order that the seed determines.
+    """Cuts shards into pieces of T + 1 tokens, and reads them in an order that the seed determines.
 
-    A shard is read in pieces of T + 1 tokens that begin at its tokens 0, T, 2 T and so on, so the
-    last token of a piece is also the first token of the next one. The model reads the first T
-    tokens of a piece and predicts the last T. (With `recut`, the pieces begin at different tokens
-    in each epoch.)
+    The model reads the first T tokens of a piece and predicts the last T. The pieces of a shard
+    begin at its tokens 0, T, 2 T and so on, so the last token of a piece is also the first token of
+    the next one. (With `recut`, they begin at different tokens in each epoch.)
 
     An epoch reads each piece once, in the order of the files or, with `shuffle`, in a random order
-    that is drawn from (seed, epoch). A row of a batch is one piece. Rows are numbered in the order
-    in which they are read, and the numbers continue from epoch to epoch: if the shards have 12
-    pieces, then rows 0 to 11 are read in epoch 0, rows 12 to 23 in epoch 1, and so on.
+    that is drawn from (seed, epoch). The n-th piece that is read, counted from 0 over all epochs,
+    is called row n. For example, if the shards have 12 pieces, then epoch 0 reads them as rows 0 to
+    11, and epoch 1 reads the same pieces, in a different order, as rows 12 to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError. recut: used for text files, so that a small text yields new rows in each epoch.
@@ -391,7 +390,8 @@ class DataLoaderLite:
         Example: shards 0, 1 and 2 have 3, 5 and 4 pieces, and T is 10. Row 17 is read in epoch 1,
         after 5 other rows. If this epoch reads the shards in the order 2, 0, 1, then 4 of these 5
         rows are from shard 2, and one is from shard 0. If the pieces of shard 0 are read in the
-        order 1, 2, 0, then row 17 is piece 2, which begins at token 20.
+        order 1, 2, 0, then row 17 is piece 2, which begins at token 20. (The comments below give
+        the values in this example.)
         """
         epoch, n_read = divmod(row, self.rows_per_epoch)          # 1, 5
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1
@@ -506,10 +506,10 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
-        # a.lerp(b, w) is (1 - w) * a + w * b. So both lines compute
-        # momentum * average + (1 - momentum) * p.grad, the second one with the new average
-        average.lerp_(p.grad, 1 - momentum)
-        return p.grad.lerp(average, momentum).to(self.dtype)
+        # a.lerp(b, w) is (1 - w) * a + w * b
+        average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * p.grad
+        ahead = p.grad.lerp(average, momentum)  # the same formula with the new average
+        return ahead.to(self.dtype)
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -565,7 +565,8 @@ class State:
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. Any other attribute raises an error before the first
-    step.
+    step. To derive an attribute from the first weights (for example a copy of the weights in
+    init_from), add a method __post_init__(self).
 
     raw_model is the GPT without the DDP wrapper. If it is compiled, it is compiled in place, so
     raw_model(idx) runs the compiled code.
@@ -605,7 +606,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
     hellaswag_questions: object   # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder | None"    # writes the files in log_dir; None in trial steps
+    folder: "RunFolder | None"    # writes the files in log_dir; None while timing for `minutes`
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -651,14 +652,13 @@ def read_step(run):
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
 def loss_weights(batches):
-    """Return the weight of each micro-batch in the loss of a step, as a tensor: 1 / len(batches).
+    """Return the weight of each micro-batch in the loss of a step, (micro-batches,).
 
-    backward() sums the gradients of the micro-batches, and these weights turn the sum into a mean.
-    (DDP takes the mean over the processes.)
-
-    For edits: if read_step() sets targets to -100, micro-batches may have different numbers n of
-    targets. A micro-batch must then count for n / (all targets of the step). Because DDP divides by
-    the number of processes, the weight is that number times n / (all targets of the step).
+    backward() adds up the gradients of a process's micro-batches, and DDP then takes the mean over
+    the processes. With these weights, the result is the mean over all targets of the step: each
+    micro-batch counts in proportion to its number of targets. Usually all micro-batches have the
+    same number of targets, so each weight is 1 / len(batches). (The numbers differ if an edit of
+    read_step() sets targets to -100.)
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
     n_of_step = sum_over_ranks(n_targets.sum())
@@ -688,7 +688,8 @@ def train_step(run):
         with ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # backward() sums gradients. The weights, 1 / len(batches), turn the sum into a mean
+            # backward() adds up gradients. The weights (usually 1 / len(batches)) turn the sum
+            # into a mean
             loss = loss * weight
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
@@ -709,11 +710,12 @@ def step_optimizers(state, cfg, norm):
 
     A group that configure_optimizers() built with max_lr gets the learning rate of get_lr(). A
     group that was built with a different one, such as Muon's, follows a scaled copy of the same
-    curve.
+    curve. Each group keeps the hyperparameters that it was built with in group["initial"].
     """
     for optimizer in state.optimizers:
+        keep_initial_values(optimizer)  # For edits: of a group that was added during training
         for group in optimizer.param_groups:
-            group["lr"] = initial_values(group)["lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -738,7 +740,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (At step 0
+            # and right after a restart, there is nothing new to save, so nothing is written)
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -785,17 +788,15 @@ def checkpoint_of(state, cfg, fingerprint):
         "gpt_config": asdict(state.raw_model.config), "encoding": cfg.encoding,
         "constants": asdict(cfg), "data": fingerprint, "code": code_checksum()}
 
-def initial_values(group):
-    """Return the hyperparameters, such as lr, that an optimizer group had at first.
+def keep_initial_values(optimizer):
+    """Store the hyperparameters of each new group of an optimizer, such as lr, in group["initial"].
 
-    The first call stores them in group["initial"]. It is in build_state(), after
-    configure_optimizers() has set them and before training changes any. (For edits: if an optimizer
-    replaces another one during a run, the first call is in its first step.)
+    build_state() calls this function before training changes any of them.
     """
-    if "initial" not in group:
-        group["initial"] = {name: value for name, value in group.items()
-                            if name not in ("params", "param_names")}
-    return group["initial"]
+    for group in optimizer.param_groups:
+        if "initial" not in group:
+            group["initial"] = {name: value for name, value in group.items()
+                                if name not in ("params", "param_names")}
 
 def part_to_save(group, initial):
     """Return the part of an optimizer group that a checkpoint saves.
@@ -817,9 +818,8 @@ def content_of(value):
     if isinstance(value, torch.optim.Optimizer):
         content = value.state_dict()
         content["class"] = type(value).__name__
-        groups = zip(content["param_groups"], value.param_groups)
-        content["param_groups"] = [part_to_save(group, initial=initial_values(own))
-                                   for group, own in groups]
+        content["param_groups"] = [part_to_save(group, initial=group.get("initial", {}))
+                                   for group in content["param_groups"]]
         return content
     if hasattr(value, "state_dict"):
         return value.state_dict()
@@ -880,14 +880,15 @@ def load_optimizer(optimizer, content):
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
         raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
-    # Hyperparameters that training did not change are not saved, so take them from the code
+    # Hyperparameters that training did not change are not saved, so take them from the code, and
+    # with them the entry "initial"
     groups_of_code = optimizer.state_dict()["param_groups"]
     groups = [of_code | saved
               for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
     optimizer.load_state_dict(content | {"param_groups": groups})
 
-# ---- Reading a run's folder. Files may be damaged, or may come from an older version of this
-# script. Loading arbitrary Python objects could run code, so only plain values are loaded
+# ---- Reading a run's folder. Files may be damaged. Only plain values are loaded, because loading
+# arbitrary Python objects could run code
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder, the newest first."""
     paths = Path(folder).glob("checkpoint_*.pt")
@@ -911,48 +912,6 @@ def read_checkpoint(path, mmap=True):
         raise UserError(f"{path} cannot be read as a checkpoint ({first_line(e)}).") from None
     return in_todays_form(content)
 
-def in_todays_form(content):
-    """Convert a checkpoint from an earlier version of this script to the current format.
-
-    The format has changed three times. A checkpoint has no version number, so its entries show
-    which changes it lacks. These are applied in order:
-
-    1. rename_entries(): entries are named after what they hold (24 November 2026)
-    2. State's attributes are in an entry of their own, "state" (24 November 2026)
-    3. only those values of an optimizer group are saved that training has changed (25 November
-       2026)
-    """
-    if "model" in content:
-        content = rename_entries(content)
-    if "state" not in content:
-        names = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
-        state = {name: value for name, value in content.items() if name not in names}
-        content = {name: content[name] for name in names if name in content} | {"state": state}
-    for optimizer in content["state"].get("optimizers", []):
-        groups = optimizer["param_groups"]
-        for i, group in enumerate(groups):
-            # Before the third change, a group contained all its values. Most versions also stored
-            # the initial values in an extra entry, "in_code" or "as_built"
-            for name in group.keys() & {"in_code", "as_built"}:
-                groups[i] = part_to_save(group, initial=group.pop(name))
-    return content
-
-def rename_entries(content):
-    """Convert a checkpoint of 23 November 2026 or earlier to the next version, and return it.
-
-    In that version, the attributes of State were not in an entry of their own yet.
-    """
-    content = dict(content)
-    # Only runs that were edited to average the weights had an entry for the weights of raw_model
-    content["eval_model"] = content.pop("model")
-    content["raw_model"] = content.pop("trained", content["eval_model"])
-    content |= content.pop("numbers", {})  # the numbers in State, such as `step`
-    for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
-        optimizer["class"] = name
-    # Tokens were not counted yet
-    content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
-    return content
-
 def newest_checkpoint(folder):
     """Return the path of the newest undamaged checkpoint, or None if there is no checkpoint.
 
@@ -961,7 +920,7 @@ def newest_checkpoint(folder):
     found = find_checkpoints(folder)
     for path in found.values():
         try:
-            read_checkpoint(path)
+            read_checkpoint(path)  # raises UserError if it is damaged
             return path
         except UserError as e:
             print0(f"{e} Trying the previous checkpoint.")
@@ -975,14 +934,14 @@ def checkpoint_to_use(folder):
     lowest validation loss. Damaged checkpoints are left out. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)
-    # The validation losses of the steps that were saved
+    # The validation losses of the steps that have a checkpoint
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
-    best_step = min(losses, key=losses.get, default=None)
-    last_step = max(losses, default=None)
-    if best_step != last_step:  # the loss has risen again
-        path = found[best_step]
+    best = min(losses, key=losses.get, default=None)
+    last_validated = max(losses, default=None)
+    if best != last_validated:  # the loss has risen again
+        path = found[best]
         try:
-            read_checkpoint(path)
+            read_checkpoint(path)  # raises UserError if it is damaged
             return path
         except UserError as e:
             print0(f"{e} It had the lowest validation loss. The newest checkpoint is used instead.")
@@ -1000,6 +959,54 @@ def read_metrics(folder):
     for step, metric, value in re.findall(r"^(\d+) (.+) (-?[\d.]+(?:e-\d+)?)$", text, re.M):
         metrics[metric].append((int(step), float(value)))
     return metrics
+
+# ---- Checkpoints from earlier versions of this script
+def in_todays_form(content):
+    """Convert the content of a checkpoint to the current format, and return it.
+
+    A checkpoint has no version number, so its entries show which conversions it needs.
+    """
+    if "model" in content:
+        content = rename_entries(content)
+    if "state" not in content:
+        content = move_into_state(content)
+    for optimizer in content["state"].get("optimizers", []):
+        optimizer["param_groups"] = [leave_out_unchanged(group)
+                                     for group in optimizer["param_groups"]]
+    return content
+
+def rename_entries(content):
+    """Return the content with new names. Until 23 November 2026, entries had different names."""
+    content = dict(content)
+    # If an edit averaged the weights, "model" was the average and "trained" was raw_model.
+    # Otherwise there was no "trained"
+    content["eval_model"] = content.pop("model")
+    content["raw_model"] = content.pop("trained", content["eval_model"])
+    content |= content.pop("numbers", {})  # the numbers in State, such as `step`
+    for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
+        optimizer["class"] = name
+    # Tokens were not counted yet
+    content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
+    return content
+
+def move_into_state(content):
+    """Return the content with the attributes of State in an entry "state" of their own.
+
+    Until 24 November 2026, they stood beside the other entries.
+    """
+    others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
+    state = {name: value for name, value in content.items() if name not in others}
+    return {name: content[name] for name in others if name in content} | {"state": state}
+
+def leave_out_unchanged(group):
+    """Return the part of an optimizer group that is saved today.
+
+    Until 25 November 2026, a group was saved whole. Most versions saved its initial values, too, in
+    an entry "in_code" or "as_built".
+    """
+    initial = group.get("in_code", group.get("as_built", {}))
+    part = part_to_save(group, initial)
+    return {name: value for name, value in part.items() if name not in ("in_code", "as_built")}
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1162,15 +1169,19 @@ def weights_in_checkpoint(content, source):
                    content.get("code"))
 
 def gpt_config_of_run(cfg, encoding, weights=None):
-    """Return the GPTConfig of a new model or, with `weights`, of the model that they belong to."""
+    """Return the GPTConfig of a run's model.
+
+    Without `weights`, it follows from cfg and the encoding. With `weights`, it is the one that is
+    stored with them, except for constants that they do not determine.
+    """
     # The constants in both classes are n_layer, n_head, n_embd, dropout, and those that you add
     shared = asdict(GPTConfig()).keys() & asdict(cfg).keys()
     in_cfg = {name: getattr(cfg, name) for name in shared}
     if weights is None:
         return GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
                          n_vocab=encoding.n_vocab, **in_cfg)
-    # cfg determines dropout, and constants that the weights lack because they are new in the code.
-    # The weights determine all others
+    # Weights do not determine dropout, or constants that were added to the code after they were
+    # written. Take these from cfg
     return gpt_config_of_weights(weights, {
         name: value for name, value in in_cfg.items()
         if name == "dropout" or name not in weights.gpt_config})
@@ -1203,15 +1214,6 @@ def load_weights(model, weights):
         raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
                         f"({first_line(e)}): use the code that the weights were made with."
                         ) from None
-
-def trained_model(cfg, encoding, weights):
-    """Return the model that has these weights, for samples and for the export.
-
-    Unlike GPT.from_pretrained(), it calls build_model(), so that edits to build_model() apply.
-    """
-    model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights))
-    load_weights(model, weights)
-    return model
 
 # ---- The command line and the constants. After resolve_config(), only max_steps can still change
 PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
@@ -1324,14 +1326,14 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def find_weights(cfg, checkpoint):
-    """Return the Weights that determine the shape of this command's model, or None.
+    """Return the Weights that build_model() loads, and which determine the model's shape, or None.
 
     Which weights these are depends on the command:
 
     - --sample: the weights to sample from, in init_from or, if this is "scratch", in log_dir
     - a new run with init_from: the weights in init_from, with which training starts
     - a resumed run that began with init_from: the weights in its checkpoint, so that the model has
-      the shape that it had when the run began
+      the shape that it had when the run began. (build_run() then loads the rest of the checkpoint)
     - a run that begins or began from scratch: None, since Config determines the shape
 
     checkpoint: the one from which a run is resumed. Raise UserError if weights cannot be read.
@@ -1766,8 +1768,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     The data and all constants must be the same, except that max_steps may grow, the constants in
     FREE_TO_CHANGE may differ, and --max_steps may replace --minutes.
 
-    A run that has finished must also have the same code, because it is evaluated again and the
-    result replaces the old one.
+    A run that has finished must also have the same code, because train() evaluates it again, and
+    the new result replaces the old one.
     """
     # A constant that was added after the run began is assumed to have had its default
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
@@ -1776,7 +1778,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
-    if cfg.minutes == 0:  # --max_steps may take the place of minutes, since max_steps is compared
+    # With --max_steps, resolve_config() sets minutes to 0. Then it is enough to compare max_steps
+    if cfg.minutes == 0:
         changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
     has_finished = checkpoint["state"]["step"] >= cfg.max_steps
@@ -1808,15 +1811,15 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        Outdated files get new names: an export (hf) if the model will be trained further and, if a
-        new run begins (continues=False), the export and the log of an earlier run that has left no
-        checkpoint.
+        continues: whether a run is resumed. If a new run begins, log_dir may still hold files of an
+        earlier run that has left no checkpoint. Rename these files.
         """
         if rank() != 0:
             return
         if not continues:
             self.set_aside("log.txt")
-        if not continues or step < self.cfg.max_steps:  # the model will be trained further
+            self.set_aside("hf")
+        elif step < self.cfg.max_steps:  # the exported model will be trained further
             self.set_aside("hf")
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
@@ -2046,19 +2049,17 @@ def check_weights_fit(weights, cfg, encoding):
 def build_run(cfg, gpt_config, device, loaders, weights=None, checkpoint=None, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
 
-    loaders: the training loader and the validation loader. weights: those to load into the new
-    model. checkpoint: the one from which the run is resumed.
+    loaders: the training loader and the validation loader. weights: those that build_model() loads.
+    checkpoint: the one from which the run is resumed.
     """
     train_loader, val_loader = loaders
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, gpt_config).to(device)
-    if weights:
-        load_weights(raw_model, weights)  # For edits: change these weights after this line
+    raw_model = build_model(cfg, gpt_config, weights).to(device)
     state = build_state(raw_model, cfg, dtype)
     if checkpoint:
-        load_checkpoint(state, checkpoint, cfg.log_dir)  # this replaces the weights, too
+        load_checkpoint(state, checkpoint, cfg.log_dir)
     if compiled:
         raw_model.compile()
     return Run(
@@ -2080,8 +2081,7 @@ def build_state(raw_model, cfg, dtype):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
     for optimizer in state.optimizers:
-        for group in optimizer.param_groups:
-            initial_values(group)  # keep them before training changes any
+        keep_initial_values(optimizer)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -2345,7 +2345,7 @@ def print_sample(run):
 def sample_only(cfg, device, weights):
     """Print cfg.sample samples from the given weights, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = trained_model(cfg, encoding, weights).to(device)
+    model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights), weights).to(device)
     if is_of_other_code(weights.code):
         print0(f"!!! {weights.source} was written by different code.")
     print0(f"Samples from {weights.source}:")
@@ -2440,7 +2440,8 @@ def export(run):
         else:  # a new model with max_steps=0 has no checkpoint
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(content, str(checkpoint_path or "the model"))
-        model = trained_model(run.cfg, run.encoding, weights)
+        gpt_config = gpt_config_of_run(run.cfg, run.encoding, weights)
+        model = build_model(run.cfg, gpt_config, weights)
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and hellaswag.py")
     except Exception as e:  # for example, transformers may be missing

@@ -198,7 +198,8 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
     weights = t.weights_in_checkpoint(saved, "saved")
-    model = t.trained_model(cfg, t.get_encoding("bytes"), weights)
+    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights)
+    model = t.build_model(cfg, gpt_config, weights)
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match="it has the state of AdamW, but the code uses SGD"):
@@ -267,9 +268,8 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
         embeddings, *others = model.parameters()
         groups = [dict(params=others), dict(params=[embeddings], lr=cfg.max_lr / 100)]
         optimizers = [torch.optim.SGD(groups, lr=cfg.max_lr)]
-        state = t.State(model, optimizers, scaler)
-        state.state_dict()  # as in build_state(), this keeps the initial values
-        return state
+        t.keep_initial_values(optimizers[0])  # as build_state() does
+        return t.State(model, optimizers, scaler)
     cfg = t.Config(T=32, B=4, total_batch_size=128)
     run = stub_run(small(), cfg, ids(T=33))
     run.state = state()
@@ -296,8 +296,9 @@ def muon_state(saved=None, **in_group):
     """
     optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
     optimizers[1].param_groups[0].update(in_group)
+    for optimizer in optimizers:
+        t.keep_initial_values(optimizer)  # as build_state() does
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
-    state.state_dict()  # as in build_state(), this keeps the initial values
     if saved:
         state.load_state_dict(saved)
     return state

@@ -417,8 +417,7 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     initial = {name: (list(p.shape), check.crc_of(p)) for name, p in model.named_parameters()}
     adamw = torch.optim.AdamW([dict(params=[model.weight, model.decayed], weight_decay=0.1),
                                dict(params=[model.unused], weight_decay=0.0)])
-    for group in adamw.param_groups:
-        train_gpt2.initial_values(group)
+    train_gpt2.keep_initial_values(adamw)
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, eval_model=model, optimizers=[adamw],
         state_dict=lambda: {"raw_model": model.state_dict(), "mean": [torch.ones(2)]}))
