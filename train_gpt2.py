@@ -177,16 +177,16 @@ def seed_from(*key):
 class GPTConfig:
     """The constants of a model, with GPT-2's as defaults.
 
-    For a new model, block_size is T in Config, vocab_size and n_vocab come from the encoding, and
+    For a new model, block_size is T in Config, n_vocab and vocab_size come from the encoding, and
     all others have the values in Config. If training starts from existing weights, the weights
     determine all constants except dropout.
     """
     block_size: int = 1024   # longest context, in tokens
-    vocab_size: int = 50304  # rows of the embedding: n_vocab padded to a multiple of 128
+    n_vocab: int = 50257     # number of token ids
+    vocab_size: int = 50304  # as in nanoGPT, the padded number: n_vocab rounded up by padded()
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_vocab: int = 50257     # number of token ids; ids of the padding are never predicted
     dropout: float = 0.0     # active in training mode, which only train_step() switches on
 
     @property
@@ -199,7 +199,10 @@ class GPTConfig:
         return 0.02 / math.sqrt(2 * self.n_layer)
 
 def padded(n_vocab):
-    """Return n_vocab rounded up to a multiple of 128, because GPUs are faster with such sizes."""
+    """Return n_vocab rounded up to a multiple of 128, because GPUs are faster with such sizes.
+
+    The embedding has this many rows. The rows of the padding are never used or predicted.
+    """
     return math.ceil(n_vocab / 128) * 128
 
 Norm = nn.LayerNorm  # the class of all norms in the model: edit this line to try a different one

@@ -59,8 +59,9 @@ def test_weights_of_every_shape_are_loaded(n_layer, n_head, n_vocab, dtype, tmp_
     hf = hf_model(n_layer=n_layer, n_head=n_head, n_embd=2 * n_head, vocab_size=n_vocab).to(dtype)
     hf.save_pretrained(tmp_path, max_shard_size="100KB")
     model = t.GPT.from_pretrained(tmp_path, dropout=0.3)
-    assert model.config == t.GPTConfig(32, t.padded(n_vocab), n_layer, n_head, 2 * n_head, n_vocab,
-                                       dropout=0.3)
+    assert model.config == t.GPTConfig(
+        block_size=32, n_vocab=n_vocab, vocab_size=t.padded(n_vocab), n_layer=n_layer,
+        n_head=n_head, n_embd=2 * n_head, dropout=0.3)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.lm_head.weight is model.transformer.wte.weight
     assert not model.lm_head.weight[n_vocab:].any()
