@@ -459,8 +459,8 @@ def end_at_once(signal_number, frame):
 def start_workers(nprocs, encoding_name):
     """Return nprocs new Workers, which never receive STOP_SIGNALS.
 
-    Meanwhile the main process does not end, because a worker that is still starting would then
-    print a traceback.
+    If a signal comes while the workers are being started, this process ends only afterwards.
+    Otherwise a worker that is still starting would print a traceback.
     """
     with signals_postponed(), signals_blocked():
         return [Worker(encoding_name) for _ in range(nprocs)]
@@ -555,16 +555,16 @@ def settings_of(cfg, files, shards):
     """Return {name: value} for everything that determines the content of these Shards.
 
     These are shard_size, encoding, and the names and sizes of all files up to the one in which the
-    last shard ends. Later files may be added or changed before the next run. But if the shards
-    contain the whole corpus, adding a file changes the settings.
+    last shard ends. Later files may be added or changed before the next run.
+
+    If the shards contain the whole corpus, the last one ends in the file that would come next (see
+    Place). So if a file is added to such a corpus, the settings of the next run are different ones.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    for number, (url, size) in enumerate(files):
-        # At the end of the corpus, the last shard ends at file_number len(files), so all of today's
-        # files are included, and in the next run a file that was added, too
-        if shards and number <= shards[-1].end.file_number:
-            settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    last = shards[-1].end.file_number if shards else -1
+    for number, (url, size) in enumerate(files[:last + 1]):
+        settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
 def read_manifest(path):
@@ -651,7 +651,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
         for file_number, row, tokens in results:
             # Skip the tokens of earlier shards, which are at the start of the first batch. (They
             # may fill several batches if BATCH_BYTES was edited)
-            position = min(to_skip, len(tokens))  # in this batch: of the next token to copy
+            position = min(to_skip, len(tokens))  # the index of the next token to copy
             to_skip -= position
             while position < len(tokens):
                 part = tokens[position:position + shard_size - filled]

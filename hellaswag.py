@@ -330,10 +330,10 @@ def score(args):
     examples = itertools.islice(iterate_examples("val"), args.limit)
     model, encode = load_model(args.model, args.device)
     # Like the published scores, these are computed in float32, except that GPUs may use TF32, which
-    # is faster. It rounds only the inputs of matrix multiplications, so the logits remain exact
-    # enough. bfloat16 would be too inexact for this, because GPT-2's logits are near -35, where
-    # neighbouring bfloat16 numbers differ by 1/4. (train_gpt2.py scores in the dtype of training.
-    # Such a score may therefore differ slightly from the one that this command prints.)
+    # is faster. TF32 rounds only the inputs of matrix multiplications, so the logits remain exact
+    # enough. bfloat16 would round the logits, too. That is too inexact, because GPT-2's logits are
+    # near -35, where neighbouring bfloat16 numbers differ by 1/4. (train_gpt2.py scores in the
+    # dtype of training, so its scores may differ slightly from those that this command prints.)
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

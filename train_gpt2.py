@@ -74,7 +74,7 @@ class Config:
     """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
-    shuffle: bool = True            # shuffle the shards, and the rows within each shard
+    shuffle: bool = True            # read the data in a random order, a new one in each epoch
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
@@ -127,7 +127,7 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", compile=False)
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
-# shape and the encoding. Unless you add max_lr and T here, config_values_of_weights() derives them
+# shape and the encoding. Unless you add max_lr and T here, constants_set_by_weights() derives them
 # from the size of the model
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
@@ -148,8 +148,8 @@ def draw_later(layer, std=0.02):
     init_weights() later replaces the placeholders with draws from Normal(0, std).
 
     For edits: you may set elements of the weight to other values after this call. You must not
-    scale or copy the weight before init_weights(): check_parameters() raises an error if a
-    placeholder was changed or copied.
+    scale or copy the weight before init_weights(). If you do, the script stops with an error before
+    the first step.
     """
     nn.init.constant_(layer.weight, PLACEHOLDER)
     layer.weight.init_std = std
@@ -182,7 +182,7 @@ class GPTConfig:
     determine all constants except dropout.
     """
     block_size: int = 1024   # longest context, in tokens
-    n_vocab: int = 50257     # number of token ids
+    n_vocab: int = 50257     # number of token ids (transformers calls this number vocab_size)
     vocab_size: int = 50304  # as in nanoGPT, the padded number: n_vocab rounded up by padded()
     n_layer: int = 12
     n_head: int = 12
@@ -253,7 +253,7 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019, section 2.3). Parameters are named as in OpenAI's weights.
+    """GPT-2 (Radford et al. 2019, section 2.3). Parameters are named as in transformers.
 
     seed: determines the initial weights. The default is the last seed given to torch.manual_seed().
     """
@@ -349,8 +349,8 @@ class GPT(nn.Module):
 def build_model(cfg, gpt_config, weights=None):
     """Return the GPT of a run, with initial weights or with those in `weights`.
 
-    cfg is the Config of the run. weights: the Weights given by init_from, or None. (When a run is
-    resumed, the model then gets the weights in the checkpoint.)
+    cfg is the Config of the run. weights: the Weights in init_from, from which training starts, or
+    None. (When a run is resumed, they are the Weights in its checkpoint instead.)
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
@@ -439,9 +439,9 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds 4 permutations, two for the training data and two for the validation data: the
-# order of the shards, and the order of the pieces in the current shard. Keeping the order of the
-# pieces for all shards would need too much memory
+# The cache holds 4 orders, two for the training data and two for the validation data: the order of
+# the shards, and the order of the pieces in the current shard. Keeping the order of the pieces for
+# all shards would need too much memory
 @lru_cache(maxsize=4)
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
@@ -568,8 +568,8 @@ class State:
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. Any other attribute raises an error before the first
-    step. To derive an attribute from the first weights (for example a copy of the weights in
-    init_from), add a method __post_init__(self).
+    step. To derive an attribute from the weights with which the run starts (for example a copy of
+    them), add a method __post_init__(self).
 
     raw_model is the GPT without the DDP wrapper. If it is compiled, it is compiled in place, so
     raw_model(idx) runs the compiled code.
@@ -578,12 +578,12 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time for training so far, without each launch's first step
+    minutes: float = 0.0          # spent on steps so far, except the first step after each start
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
     def eval_model(self):
-        """The GPT that is validated, sampled from and exported.
+        """The GPT that is validated and sampled from. The export and --init_from use its weights.
 
         For edits: if an edit averages the weights, return the averaged model here.
         """
@@ -609,7 +609,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
     hellaswag_questions: object   # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder | None"    # writes the files in log_dir; None while timing for `minutes`
+    folder: "RunFolder | None"    # writes the files in log_dir; None only in steps_that_fit()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -664,8 +664,8 @@ def loss_weights(batches):
     read_step() sets targets to -100.)
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    n_of_step = sum_over_ranks(n_targets.sum())
-    return world_size() * n_targets / n_of_step
+    n_per_process = sum_over_ranks(n_targets.sum()) / world_size()
+    return n_targets / n_per_process
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
@@ -716,7 +716,7 @@ def step_optimizers(state, cfg, norm):
     curve. Each group keeps the hyperparameters that it was built with in group["initial"].
     """
     for optimizer in state.optimizers:
-        keep_initial_values(optimizer)  # For edits: of a group that was added during training
+        keep_initial_values(optimizer)  # For edits: groups may have been added during training
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
@@ -725,6 +725,16 @@ def step_optimizers(state, cfg, norm):
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
+
+def keep_initial_values(optimizer):
+    """Store the hyperparameters that each group was built with, such as lr, in group["initial"].
+
+    Groups that have this entry already are left as they are.
+    """
+    for group in optimizer.param_groups:
+        if "initial" not in group:
+            group["initial"] = {name: value for name, value in group.items()
+                                if name not in ("params", "param_names")}
 
 def due(every, run):
     """Return whether an action with the interval `every` (in steps, 0 = never) is due now.
@@ -743,8 +753,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (At step 0
-            # and right after a restart, there is nothing new to save, so nothing is written)
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
+            # written at a step from which the run can be resumed already, such as step 0)
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -791,39 +801,10 @@ def checkpoint_of(state, cfg, fingerprint):
         "gpt_config": asdict(state.raw_model.config), "encoding": cfg.encoding,
         "constants": asdict(cfg), "data": fingerprint, "code": code_checksum()}
 
-def keep_initial_values(optimizer):
-    """Store the hyperparameters of each new group of an optimizer, such as lr, in group["initial"].
-
-    build_state() calls this function before training changes any of them.
-    """
-    for group in optimizer.param_groups:
-        if "initial" not in group:
-            group["initial"] = {name: value for name, value in group.items()
-                                if name not in ("params", "param_names")}
-
-def part_to_save(group, initial):
-    """Return the part of an optimizer group that a checkpoint saves.
-
-    A resumed run takes hyperparameters from the code, so that an edit takes effect. Only those that
-    training has changed are saved, such as a step count that an optimizer stores in its groups.
-    initial: {name: value} of the hyperparameters before training. (lr is saved because it has
-    changed, but step_optimizers() computes it again before each step.)
-    """
-    rest = {}
-    for name, value in group.items():
-        has_initial_value = name in initial and value == initial[name]
-        if name != "initial" and not has_initial_value:
-            rest[name] = value
-    return rest
-
 def content_of(value):
     """Return the form in which a checkpoint stores an attribute of State."""
     if isinstance(value, torch.optim.Optimizer):
-        content = value.state_dict()
-        content["class"] = type(value).__name__
-        content["param_groups"] = [part_to_save(group, initial=group.get("initial", {}))
-                                   for group in content["param_groups"]]
-        return content
+        return content_of_optimizer(value)
     if hasattr(value, "state_dict"):
         return value.state_dict()
     if isinstance(value, list):
@@ -837,14 +818,15 @@ def is_stateful(value):
     return hasattr(value, "load_state_dict")
 
 def restore_state(state, saved):
-    """Restore State's attributes from what state.state_dict() returned.
+    """Restore State's attributes from `saved`, which state.state_dict() returned.
 
-    - A stateful attribute (see is_stateful) is loaded in place. Raise ValueError if `saved` lacks
-      it.
-    - Any other attribute is replaced. It keeps its initial value if `saved` lacks it.
-    - A number, text, tensor or list that only `saved` has is added, since an edit of the training
-      step may have created it. Raise ValueError for a dict that only `saved` has, since it is
-      probably the state_dict() of an object that the code no longer creates.
+    A stateful attribute (see is_stateful) is loaded in place. Any other attribute is set, even if
+    State does not have it yet, since an edit of train_step() may have created it. An attribute that
+    is not in `saved` keeps its value.
+
+    Raise ValueError if a stateful attribute is not in `saved`, or if `saved` contains a dict for an
+    attribute that is neither stateful nor a dict. (This dict is probably the state_dict() of an
+    object that the code no longer creates.)
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
@@ -878,13 +860,32 @@ def moved(content, device):
         return [moved(part, device) for part in content]
     return content.to(device) if torch.is_tensor(content) else content
 
+# ---- Checkpoints of optimizers. When a run is resumed, hyperparameters come from the code, so that
+# an edit takes effect. The exceptions are values that training has changed, such as a step count
+# that an optimizer stores in its groups: they come from the checkpoint. (lr is one of them, but
+# step_optimizers() computes it anew from the lr in the code.) To find the changed ones,
+# build_state() keeps the initial values. A checkpoint contains only values that differ from these
+def changed_values(group):
+    """Return the entries of an optimizer group that are not the same in group["initial"]."""
+    initial, changed = group.get("initial", {}), {}
+    for name, value in group.items():
+        is_unchanged = name in initial and value == initial[name]
+        if name != "initial" and not is_unchanged:
+            changed[name] = value
+    return changed
+
+def content_of_optimizer(optimizer):
+    """Return the form in which a checkpoint stores an optimizer."""
+    content = optimizer.state_dict()
+    groups = [changed_values(group) for group in content["param_groups"]]
+    return content | {"param_groups": groups, "class": type(optimizer).__name__}
+
 def load_optimizer(optimizer, content):
     """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
-        raise ValueError(f"it has the state of {content['class']}, but the code uses {class_name}")
-    # Hyperparameters that training did not change are not saved, so take them from the code, and
-    # with them the entry "initial"
+        raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
+                         f"{class_name}")
     groups_of_code = optimizer.state_dict()["param_groups"]
     groups = [of_code | saved
               for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
@@ -1002,14 +1003,16 @@ def move_into_state(content):
     return {name: content[name] for name in others if name in content} | {"state": state}
 
 def leave_out_unchanged(group):
-    """Return the part of an optimizer group that is saved today.
+    """Return an optimizer group with only those values that training has changed.
 
-    Until 25 November 2026, a group was saved whole. Most versions saved its initial values, too, in
-    an entry "in_code" or "as_built".
+    Until 25 November 2026, a group was saved whole, with its initial values in "in_code" or
+    "as_built". (The earliest versions saved no initial values, so nothing can be left out.)
     """
-    initial = group.get("in_code", group.get("as_built", {}))
-    part = part_to_save(group, initial)
-    return {name: value for name, value in part.items() if name not in ("in_code", "as_built")}
+    for name in ("in_code", "as_built"):
+        if name in group:
+            values = {key: value for key, value in group.items() if key != name}
+            return changed_values(values | {"initial": group[name]})
+    return group
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1286,7 +1289,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     weights = find_weights(cfg, checkpoint)
     weights_line = ""
     if weights:
-        constants = config_values_of_weights(weights, preset_name, flags)
+        constants = constants_set_by_weights(weights, preset_name, flags)
         check_flags_against_weights(flags, constants, weights)
         weights_line = "\n" + describe_weights(weights, constants, cfg_without_weights=cfg)
         cfg = replace(cfg, **constants)
@@ -1335,8 +1338,9 @@ def find_weights(cfg, checkpoint):
 
     - --sample: the weights to sample from, in init_from or, if this is "scratch", in log_dir
     - a new run with init_from: the weights in init_from, with which training starts
-    - a resumed run that began with init_from: the weights in its checkpoint, so that the model has
-      the shape that it had when the run began. (build_run() then loads the rest of the checkpoint)
+    - a resumed run that began with init_from: those in its checkpoint, so that the model has the
+      shape that it had when the run began. (build_run() then loads the whole checkpoint, which
+      replaces them)
     - a run that begins or began from scratch: None, since Config determines the shape
 
     checkpoint: the one from which a run is resumed. Raise UserError if weights cannot be read.
@@ -1355,7 +1359,7 @@ def find_weights(cfg, checkpoint):
         return weights_in_checkpoint(checkpoint, cfg.log_dir)
     return read_weights(cfg.init_from)
 
-def config_values_of_weights(weights, preset_name, flags):
+def constants_set_by_weights(weights, preset_name, flags):
     """Return {name: value} of the constants in Config that the weights determine.
 
     They always determine the model's constants, apart from dropout, and the encoding if it is
@@ -1394,7 +1398,7 @@ def describe_preset(preset_name, cfg):
 def describe_weights(weights, constants, cfg_without_weights):
     """Return a description of the weights: their source and the constants that they change.
 
-    constants: what config_values_of_weights() returned.
+    constants: what constants_set_by_weights() returned.
     """
     before = asdict(cfg_without_weights)
     changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in constants.items()
@@ -1928,7 +1932,8 @@ class RunFolder:
 def copy_to_host(content, buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
 
-    buffers: the buffers of the previous copy, or {}. Reusing them is faster than allocating memory.
+    buffers: the buffers of the previous copy, or {}. Their memory is used again, which is faster
+    than allocating memory, and each tensor is copied anew.
     The key of a buffer is the address, shape, stride and dtype of the tensor that it holds. Weights
     keep their address, so each copy finds the buffers of the previous one. Tied weights have the
     same address, so they share a buffer and are saved only once.

@@ -202,7 +202,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     model = t.build_model(cfg, gpt_config, weights)
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
-        with pytest.raises(t.UserError, match="it has the state of AdamW, but the code uses SGD"):
+        with pytest.raises(t.UserError, match="has the state of AdamW, but the code uses SGD"):
             t.load_checkpoint(t.build_state(model, cfg, torch.float32), saved, "run")
     # The average of an edit would not start from the weights in the checkpoint
     @dataclasses.dataclass
