@@ -11,6 +11,7 @@ from collections import deque
 from unittest import mock
 
 import check
+import check_run
 import numpy as np
 import pytest
 import torch
@@ -41,7 +42,7 @@ GPT.forward, GPT.generate = forward, generate
 def copy_scripts(folder):
     """Copy the scripts, check.py and a short text into `folder`; return the path of check.py."""
     (folder / "tests").mkdir()
-    for name in (*SCRIPTS, "tests/check.py"):
+    for name in (*SCRIPTS, "tests/check.py", "tests/check_run.py"):
         (folder / name).write_bytes((ROOT / name).read_bytes())
     write_text(folder)
     return folder / "tests" / "check.py"
@@ -361,16 +362,16 @@ def test_constants_that_are_not_free_to_change_are_not_checked(tmp_path):
 def test_jumps_of_the_learning_rate_and_different_batches_are_noted():
     """A usual schedule and equal batches give no note."""
     cfg = train_gpt2.Config(T=4, total_batch_size=8, warmup_steps=2, max_steps=40)
-    assert check.notes_about_schedules(train_gpt2, cfg) == []
+    assert check_run.notes_about_schedules(train_gpt2, cfg) == []
     edited = types.SimpleNamespace(get_lr=lambda step, cfg: 1.0 if step < 30 else 0.5,
                                    rows_of_step=lambda cfg, step: 20 if step == 9 else 2)
-    sizes, end, jump = check.notes_about_schedules(edited, cfg)
+    sizes, end, jump = check_run.notes_about_schedules(edited, cfg)
     assert end == "the learning rate is 5.00e-01 in the last step, 39, but min_lr is 6.00e-05."
     assert "8 at first, 8 at the end, and at most 80, in step 9" in sizes
     assert "from 1.00e+00 in step 29 to 5.00e-01 in step 30" in jump
     edited = types.SimpleNamespace(get_lr=lambda step, cfg: 1.0 - step / 20,
                                    rows_of_step=lambda cfg, step: 2)
-    note, = check.notes_about_schedules(edited, cfg)
+    note, = check_run.notes_about_schedules(edited, cfg)
     assert note == "the learning rate is negative in step 39 (-9.50e-01)."
 
 def test_values_that_train_keeps_and_defaults_in_part_one_are_noted():
@@ -384,19 +385,19 @@ def test_values_that_train_keeps_and_defaults_in_part_one_are_noted():
             ("step = run.state.step", "step += 1", ""),
             ("t0 = time.time()", "t0 = time.time()", ""),
             ("n = 3", "print(n)", "")):
-        notes = check.notes_about_code(before.format(start) + loop.format(change))
+        notes = check_run.notes_about_code(before.format(start) + loop.format(change))
         expected = f"train() keeps {name} from one step to the next in local variables"
         assert [note.partition(", which")[0] for note in notes] == ([expected] if name else [])
     module = ("class A(nn.Module):\n"
               "    def __init__(self, config, layer=0, more=1):\n        pass\n"
               "def g():\n    A(1)\n    A(2, more=3)\n    B(layer=1)\n")
-    note, = check.notes_about_code(module + before.format("x = 1") + loop.format("pass"))
+    note, = check_run.notes_about_code(module + before.format("x = 1") + loop.format("pass"))
     assert note == "no call of A() passes `layer`, so it always has its default."
     starred = module + "def h(a):\n    A(*a)\n" + before.format("x = 1") + loop.format("pass")
-    assert check.notes_about_code(starred) == []
-    note, = check.notes_about_code(before.format("x = Config.B") + loop.format("pass"))
+    assert check_run.notes_about_code(starred) == []
+    note, = check_run.notes_about_code(before.format("x = Config.B") + loop.format("pass"))
     assert note.startswith("Config.B in line 3 is the default")
-    assert check.notes_about_code("def other():\n    Config.T\n") == []
+    assert check_run.notes_about_code("def other():\n    Config.T\n") == []
 
 class Unregistered(torch.nn.Module):
     """A model that holds parts of which torch does not know, and parts that are right."""
@@ -414,43 +415,43 @@ class Unregistered(torch.nn.Module):
 def test_parts_of_a_model_that_are_not_trained_are_noted():
     """A buffer, a frozen parameter, a teacher in a list and a computed value give no note."""
     model = Unregistered()
-    initial = {name: (list(p.shape), check.crc_of(p)) for name, p in model.named_parameters()}
+    initial = {name: (list(p.shape), check_run.crc_of(p)) for name, p in model.named_parameters()}
     adamw = torch.optim.AdamW([dict(params=[model.weight, model.decayed], weight_decay=0.1),
                                dict(params=[model.unused], weight_decay=0.0)])
     train_gpt2.keep_initial_values(adamw)
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, eval_model=model, optimizers=[adamw],
         state_dict=lambda: {"raw_model": model.state_dict(), "mean": [torch.ones(2)]}))
-    nonzero, with_zeros = check.watch_gradients(run)
+    nonzero, with_zeros = check_run.watch_gradients(run)
     model.layers[0](model.weight).sum().backward()
     model.decayed.grad = torch.zeros(2)
     adamw.step()
     assert (set(nonzero), with_zeros) == ({"weight"}, {"decayed"})
-    notes = check.notes_about_parameters(run.state, initial, nonzero)
-    notes += check.notes_about_attributes(model, ["self.last in Unregistered"])
+    notes = check_run.notes_about_parameters(run.state, initial, nonzero)
+    notes += check_run.notes_about_attributes(model, ["self.last in Unregistered"])
     assert [note[:48] for note in notes] == [
         "unused got no gradient in any step (1 parameters",
         "decayed got no gradient in any step, but changed",
         "self.gate in Unregistered holds a tensor that is",
         "self.layers in Unregistered holds a tensor that "]
-    assert check.notes_about_copies(run.state) == check.notes_about_groups([adamw]) == []
+    assert check_run.notes_about_copies(run.state) == check_run.notes_about_groups([adamw]) == []
     run.state.state_dict = lambda: {"last": [{"weight": model.weight}]}
-    note, = check.notes_about_copies(run.state)
+    note, = check_run.notes_about_copies(run.state)
     assert note.startswith("State.last holds the weights of raw_model themselves")
     adamw.param_groups[1]["weight_decay"] = 0.1
-    note, = check.notes_about_groups([adamw])
+    note, = check_run.notes_about_groups([adamw])
     assert note == ("training changes weight_decay in a parameter group of AdamW from 0.0 to 0.1 "
                     "(1 parameters). If it is computed from its own earlier value (*=), factors "
                     "accumulate.")
     model.frozen.requires_grad = True
-    note = check.notes_about_parameters(run.state, initial, nonzero)[0]
+    note = check_run.notes_about_parameters(run.state, initial, nonzero)[0]
     assert note.startswith("at the end of training, no optimizer has frozen (1 in all)")
 
 def test_an_average_that_equals_the_model_is_noted():
     """A different model, or the model itself, gives no note."""
     def notes(eval_model):
         state = types.SimpleNamespace(raw_model=model, eval_model=eval_model)
-        return check.notes_about_average(state, begin)
+        return check_run.notes_about_average(state, begin)
     model, other = Model(), Model()
     begin = [p - 1 for p in model.parameters()]
     other.table.data += 0.02
@@ -465,7 +466,7 @@ def test_an_average_that_is_updated_for_each_optimizer_is_noted():
         model, average = torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)
         optimizers = [torch.optim.SGD([p], lr=1.0) for p in model.parameters()]
         state = types.SimpleNamespace(raw_model=model, eval_model=average, optimizers=optimizers)
-        notes = check.watch_average(state)
+        notes = check_run.watch_average(state)
         for state.step in range(3):
             for optimizer in optimizers:
                 optimizer.step()
@@ -479,9 +480,9 @@ def test_an_average_that_is_updated_for_each_optimizer_is_noted():
 def test_a_buffer_that_an_average_does_not_follow_is_noted():
     """A buffer that is constant, or that the average also changes, gives no note."""
     def notes(state):
-        return check.notes_about_buffers(state, begin)
+        return check_run.notes_about_buffers(state, begin)
     model, average = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
-    begin = {name: check.crc_of(b) for name, b in model.named_buffers()}
+    begin = {name: check_run.crc_of(b) for name, b in model.named_buffers()}
     state = types.SimpleNamespace(raw_model=model, eval_model=average)
     assert notes(state) == []
     model.running_mean += 1
@@ -499,14 +500,14 @@ def test_seeds_that_do_not_change_from_step_to_step_are_noted(monkeypatch):
     monkeypatch.setattr(np.random, "RandomState", np.random.RandomState)
     monkeypatch.setattr(np.random, "default_rng", np.random.default_rng)
     state = types.SimpleNamespace(step=0)
-    seeds = check.watch_seeds(state)
+    seeds = check_run.watch_seeds(state)
     torch.Generator().manual_seed(7)
     for state.step in range(5):
         torch.manual_seed(state.step)
-    assert check.notes_about_seeds(seeds) == []
+    assert check_run.notes_about_seeds(seeds) == []
     for state.step in range(5):
         noise = torch.randn(2, generator=torch.Generator().manual_seed(7))
-    note, = check.notes_about_seeds(seeds)
+    note, = check_run.notes_about_seeds(seeds)
     assert "seeded with 7 in 5 steps" in note
     state.step = 5
     torch.manual_seed(7)
@@ -520,15 +521,15 @@ def test_seeds_that_do_not_change_from_step_to_step_are_noted(monkeypatch):
 def test_rows_that_are_read_several_times_are_noted():
     """A few equal rows are not worth a note, and neither are short ones."""
     rows = [np.full(32, i) for i in range(20)]
-    assert check.notes_about_repeated_rows([*rows, rows[0]]) == []
-    assert check.notes_about_repeated_rows([row[:16] for row in [*rows, *rows]]) == []
-    note, = check.notes_about_repeated_rows([*rows, *rows[:5]])
+    assert check_run.notes_about_repeated_rows([*rows, rows[0]]) == []
+    assert check_run.notes_about_repeated_rows([row[:16] for row in [*rows, *rows]]) == []
+    note, = check_run.notes_about_repeated_rows([*rows, *rows[:5]])
     assert "5 of the first 25 rows" in note
 
 def test_parameters_that_are_not_clipped_are_known(monkeypatch):
     """The last call counts, and a single tensor or a generator may be given."""
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
-    clipped = check.watch_clipping()
+    clipped = check_run.watch_clipping()
     model = torch.nn.Linear(2, 1)
     model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
     assert torch.nn.utils.clip_grad_norm_(model.parameters(), 9.0) == pytest.approx(math.sqrt(3))
@@ -564,8 +565,8 @@ def test_samples_are_compared_with_the_model():
     shorter than the text."""
     for prompt in ([[1, 2, 3], [4, 5, 6]], [[1, 2, 3, 4, 5], [1] * 5]):
         prompt = torch.tensor(prompt)
-        assert check.sample_problem(Model(), prompt, 4, 6, tolerance=1e-4) is None
-        found = check.sample_problem(Model(skew=1.0), prompt, 4, 6, tolerance=1e-4)
+        assert check_run.sample_problem(Model(), prompt, 4, 6, tolerance=1e-4) is None
+        found = check_run.sample_problem(Model(skew=1.0), prompt, 4, 6, tolerance=1e-4)
         assert found[0] == "generate(temperature=0) differs from the arg max of model(idx)"
 
 class WithContext(Model):
@@ -592,13 +593,13 @@ def test_a_wrong_context_is_found_with_larger_weights():
     x = torch.arange(12).view(2, 6) % 8
     for wrong in (False, True):
         model = WithContext(wrong)
-        assert check.sample_problem(model, x, 6, 6, 1e-4) is None
-        problem = check.sample_problem_if_sharpened(model, x, 6, 1e-4)
+        assert check_run.sample_problem(model, x, 6, 6, 1e-4) is None
+        problem = check_run.sample_problem_if_sharpened(model, x, 6, 1e-4)
         assert (problem is not None) is wrong
     assert "multiplied by 4" in problem[1]
     broken = Model()
     broken.table *= math.nan
-    assert check.sample_problem_if_sharpened(broken, x, 6, 1e-4) is None
+    assert check_run.sample_problem_if_sharpened(broken, x, 6, 1e-4) is None
 
 @torch.no_grad()
 def test_logits_that_depend_on_later_tokens_are_found():
@@ -613,7 +614,7 @@ def test_logits_that_depend_on_later_tokens_are_found():
         "groups of 4": lambda idx: table[idx] + table[idx].view(2, 4, 8).flip(1).view(1, 8, 8),
         "counter": lambda idx: table[idx] + (calls.append(1) or len(calls))}
     x = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0]])
-    found = {name: check.leak_problem(lambda idx: (model(idx), None), x, tolerance=1e-5)
+    found = {name: check_run.leak_problem(lambda idx: (model(idx), None), x, tolerance=1e-5)
              for name, model in models.items()}
     assert found["causal"] is None and found["noise"] is None
     assert "1 of the 4 positions before them change, the first at position 3" in found["ahead"][1]
@@ -630,7 +631,7 @@ def test_logits_that_depend_on_the_length_of_a_row_are_found():
         "noise": lambda idx: table[idx] + torch.randn(1),
         "from the end": lambda idx: table[idx] + torch.arange(idx.size(1), 0, -1)[None, :, None]}
     x = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0]])
-    found = {name: check.length_problem(lambda idx: (model(idx), None), x, tolerance=1e-4)
+    found = {name: check_run.length_problem(lambda idx: (model(idx), None), x, tolerance=1e-4)
              for name, model in models.items()}
     assert found["causal"] is None and found["noise"] is None
     assert "model(x[:, :4]) differs from model(x)[:, :4] by up to 4" in found["from the end"][1]
@@ -655,41 +656,41 @@ def test_targets_that_are_predicted_from_inputs_after_them_are_noted():
     x, y = tokens[:, :-1], tokens[:, 1:]
     for shift, n in ((lambda y: y[:, 1:], 0), (lambda y: y.roll(-1, 1), 8),
                      (lambda y: torch.cat((y[:, 1:], torch.full((2, 1), -100)), 1), 0)):
-        notes = check.notes_about_targets(Shifted(shift), x, y)
+        notes = check_run.notes_about_targets(Shifted(shift), x, y)
         assert len(notes) == (n > 0)
-    roll, = check.notes_about_targets(Shifted(lambda y: y.roll(1, 1)), x, y)
+    roll, = check_run.notes_about_targets(Shifted(lambda y: y.roll(1, 1)), x, y)
     assert "from later inputs (at position 1 and 0 others)" in roll
-    assert check.notes_about_targets(torch.nn.Linear(1, 1), x, y) == []
+    assert check_run.notes_about_targets(torch.nn.Linear(1, 1), x, y) == []
 
 def test_gradients_of_zeros_are_noted():
-    assert check.notes_about_zeros(set()) == []
-    note, = check.notes_about_zeros({"wte", "wpe"})
+    assert check_run.notes_about_zeros(set()) == []
+    note, = check_run.notes_about_zeros({"wte", "wpe"})
     assert note.startswith("the gradient of wpe, wte is 0 in some steps (2 parameters)")
 
 def test_targets_that_are_not_the_next_tokens_are_noted():
     """Masked targets, a few noisy inputs and targets of other shapes give no note."""
     tokens = torch.arange(18).view(2, 9)
     x, y = tokens[:, :-1].clone(), tokens[:, 1:].clone()
-    share = check.share_of_shifted_rows
+    share = check_run.share_of_shifted_rows
     assert share(x, y) == share(x, y.masked_fill(y < 9, -100)) == 1.0
     assert share(x.roll(1, 0), y) == share(x[:, :4], y[:, -4:]) == 0.0
     assert share(torch.stack((x[0], x[0])), y) == 0.5
     x[1, 3] = 0
     assert share(x, y) == share(x) == share(x, y[:, :4]) == 1.0
-    assert check.notes_about_shifts([]) == check.notes_about_shifts([1.0, 1.0]) == []
-    note, = check.notes_about_shifts([1.0, 0.75])
+    assert check_run.notes_about_shifts([]) == check_run.notes_about_shifts([1.0, 1.0]) == []
+    note, = check_run.notes_about_shifts([1.0, 0.75])
     assert "only 75% of the rows" in note
 
 def test_counters_that_grow_too_fast_are_noted():
     state = types.SimpleNamespace(step=3, tokens=9000, n=40, flag=True, name="a")
-    assert check.integers_of(state) == {"n": 40}
-    assert check.notes_about_counters({"n": 0}, {"n": 20}, 20) == []
-    note, = check.notes_about_counters({"n": 0}, {"n": 40}, 20)
+    assert check_run.integers_of(state) == {"n": 40}
+    assert check_run.notes_about_counters({"n": 0}, {"n": 20}, 20) == []
+    note, = check_run.notes_about_counters({"n": 0}, {"n": 40}, 20)
     assert note.startswith("State.n grows from 0 to 40 in 20 steps")
 
 def test_operations_over_other_dimensions_are_noted(monkeypatch):
     """The last dimension gives no note, and neither do operations outside of the scripts."""
-    monkeypatch.setattr(check, "SCRIPTS", ROOT / "tests")  # so that the lambdas here count
+    monkeypatch.setattr(check_run, "SCRIPTS", ROOT / "tests")  # so that the lambdas here count
     x = torch.rand(2, 3, 4)
     for operation, text in (
             (lambda x, y: x.logsumexp(1), "logsumexp() works over dimension 1 of a tensor"),
@@ -697,7 +698,7 @@ def test_operations_over_other_dimensions_are_noted(monkeypatch):
             (lambda x, y: x.softmax(dim=-2), "softmax() works over dimension -2"),
             (lambda x, y: torch.nn.functional.normalize(x, dim=2), ""),
             (lambda x, y: x.log_softmax(-1).sum(1), "")):
-        notes = check.notes_about_dimensions(operation, x, None)
+        notes = check_run.notes_about_dimensions(operation, x, None)
         assert len(notes) == bool(text) and text in "".join(notes)
 
 def test_matrices_with_few_gradients_are_noted():
@@ -706,15 +707,15 @@ def test_matrices_with_few_gradients_are_noted():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, optimizers=[optimizer]))
-    nonzero, _ = check.watch_gradients(run)
+    nonzero, _ = check_run.watch_gradients(run)
     for column in (0, 1):
         optimizer.zero_grad()
         model(torch.tensor([1]))[:, column].sum().backward()
         model[1].weight.grad[1] = 0
         optimizer.step()
-    assert check.notes_about_elements(model, nonzero) == []  # half of the elements
+    assert check_run.notes_about_elements(model, nonzero) == []  # half of the elements
     nonzero["1.weight"][0, 0] = False
-    note, = check.notes_about_elements(model, nonzero)
+    note, = check_run.notes_about_elements(model, nonzero)
     assert note.startswith("only 25.0% of the elements of 1.weight got a gradient other than 0 (1")
 
 def test_metrics_with_the_same_value_in_all_steps_are_noted():
@@ -732,18 +733,18 @@ def test_a_training_loss_that_is_mostly_other_terms_is_noted():
         logits = table[x]
         return logits, torch.nn.functional.cross_entropy(logits.transpose(1, 2), y) * factor
     for factor, n in ((1.0, 0), (1.2, 0), (9.0, 1), (0.1, 1)):
-        assert len(check.notes_about_loss(model, x, x)) == n
+        assert len(check_run.notes_about_loss(model, x, x)) == n
 
 @torch.no_grad()
 def test_tokens_just_before_that_have_no_influence_are_noted():
     """A model with a mask that is shifted by two does not see the last two tokens."""
     table = torch.randn(8, 8, generator=torch.Generator().manual_seed(0))
     x = torch.arange(16).view(2, 8) % 8
-    assert check.notes_about_context(lambda idx: (table[idx].cumsum(1), None), x) == []
-    note, = check.notes_about_context(lambda idx: (table[idx].cumsum(1).roll(2, 1), None), x)
+    assert check_run.notes_about_context(lambda idx: (table[idx].cumsum(1), None), x) == []
+    note, = check_run.notes_about_context(lambda idx: (table[idx].cumsum(1).roll(2, 1), None), x)
     assert "of the 8 tokens in a row, the logits at the last one do not depend on token 7, 6" in (
         note)
-    assert check.notes_about_context(None, x[:, :7]) == []
+    assert check_run.notes_about_context(None, x[:, :7]) == []
 
 def test_logits_of_the_padding_are_reported():
     """The cross-entropy is computed only if there is one logit for each token id."""
@@ -751,10 +752,10 @@ def test_logits_of_the_padding_are_reported():
     run = mock.Mock(cfg=mock.Mock(B=2, T=4, val_tokens=8), encoding=mock.Mock(n_vocab=6))
     run.val_loader = mock.Mock(rows_per_epoch=2, batch=lambda *_: (batch, batch))
     logits = torch.zeros(2, 4, 6)
-    assert check.cross_entropy(run, lambda idx: (logits, None)) == pytest.approx(math.log(6))
+    assert check_run.cross_entropy(run, lambda idx: (logits, None)) == pytest.approx(math.log(6))
     run.encoding.n_vocab = 5
     with pytest.raises(ValueError, match="6 logits per token, but the encoding has 5 ids"):
-        check.cross_entropy(run, lambda idx: (logits, None))
+        check_run.cross_entropy(run, lambda idx: (logits, None))
 
 def test_what_a_checkpoint_lacks_is_named():
     """Values that change during training, and that no checkpoint holds, are found: attributes of
@@ -771,8 +772,8 @@ def test_what_a_checkpoint_lacks_is_named():
     loader = types.SimpleNamespace(generator=np.random.default_rng(0), last_shard=None)
     run = types.SimpleNamespace(state=state, mean=0.0, step_seconds=[], train_loader=loader)
     t = types.SimpleNamespace(NOISE=torch.Generator().manual_seed(0), LIMIT=3)
-    before = check.unsaved_values(t, run)
-    assert check.unsaved_values(t, run) == before
+    before = check_run.unsaved_values(t, run)
+    assert check_run.unsaved_values(t, run) == before
     model.kept += 1
     model.calls, run.mean, optimizer.count = 1, 0.5, 2
     model[1].history.append(2)
@@ -781,7 +782,7 @@ def test_what_a_checkpoint_lacks_is_named():
     loader.generator.random()
     torch.rand(1, generator=t.NOISE)
     random.random()
-    after = check.unsaved_values(t, run)
+    after = check_run.unsaved_values(t, run)
     assert {what for what in after if after[what] != before[what]} == {
         "self.calls in Sequential", "self.history in Linear", "run.mean", "the global NOISE",
         "self.count in SGD", "the generator of the module random", "Linear.window",
@@ -791,7 +792,7 @@ def test_the_error_of_a_run(tmp_path):
     """The script's own line is shown if a run fails, and otherwise the end of the traceback."""
     (tmp_path / "err_0.txt").write_text(
         "Traceback (most recent call last):\n"
-        f'  File "{check.SCRIPTS}/train_gpt2.py", line 7, in forward\n    a[1]\n    ~~^^\n'
+        f'  File "{check_run.SCRIPTS}/train_gpt2.py", line 7, in forward\n    a[1]\n    ~~^^\n'
         '  File "torch.py", line 9, in get\n    return b\nKeyError: 1\n')
     assert check.error_of(tmp_path, 1) == "train_gpt2.py, line 7, in forward: a[1]\nKeyError: 1"
     (tmp_path / "err_1.txt").write_text("noise\ntrain_gpt2.py: Out of memory.\nnoise\n")
@@ -807,11 +808,11 @@ def test_a_run_is_killed_after_its_checkpoint(tmp_path):
     late it is written."""
     code = ("import sys, threading, types; from pathlib import Path\n"
             f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-            "import check, torch\n"
+            "import check_run, torch\n"
             "folder, model = Path(sys.argv[1]), torch.nn.Linear(1, 1)\n"
             "state = types.SimpleNamespace(step=0, raw_model=model)\n"
             "run = types.SimpleNamespace(state=state, cfg=types.SimpleNamespace(log_dir=folder))\n"
-            "check.kill_during_step(run, 3, 2)\n"
+            "check_run.kill_during_step(run, 3, 2)\n"
             "threading.Timer(0.5, (folder / 'checkpoint_00002.pt').touch).start()\n"
             "for state.step in range(9):\n"
             "    with torch.no_grad():\n"
@@ -819,7 +820,7 @@ def test_a_run_is_killed_after_its_checkpoint(tmp_path):
             "    model(torch.ones(1))\n"
             "    (folder / 'step').write_text(str(state.step))\n")
     done = subprocess.run([sys.executable, "-c", code, tmp_path], timeout=180)
-    assert done.returncode == check.KILLED
+    assert done.returncode == check_run.KILLED
     assert (tmp_path / "step").read_text() == "2"
     assert (tmp_path / "checkpoint_00002.pt").exists()
 
@@ -828,7 +829,7 @@ def watched(module):
     model, report = torch.nn.Sequential(module), {}
     run = types.SimpleNamespace(device=torch.device("cpu"),
                                 state=types.SimpleNamespace(raw_model=model))
-    return model, report, check.watch_forward_passes(run, report)
+    return model, report, check_run.watch_forward_passes(run, report)
 
 def test_random_draws_in_training_are_noticed():
     """forward() draws from torch's generator with dropout, but not without it, and not during
@@ -865,7 +866,7 @@ def test_the_tokens_that_the_embedding_gets_in_training_are_counted():
     report = {}
     run = types.SimpleNamespace(device=torch.device("cpu"),
                                 state=types.SimpleNamespace(raw_model=model))
-    rows = check.watch_forward_passes(run, report)
+    rows = check_run.watch_forward_passes(run, report)
     idx = torch.arange(60).view(20, 3) % 9
     model(idx)
     with torch.no_grad():
@@ -880,7 +881,7 @@ def test_training_rows_that_are_validation_data_are_found(tmp_path):
         run = types.SimpleNamespace(train_loader=types.SimpleNamespace(shards=train),
                                     cfg=types.SimpleNamespace(T=16))
         loader = types.SimpleNamespace(shards=val)
-        return check.training_and_validation(train_gpt2, run, loader, rows)
+        return check_run.training_and_validation(train_gpt2, run, loader, rows)
     rows = [np.arange(start, start + 32) for start in (0, 7, 4968, 4969, 6000)]
     short = np.arange(31)
     found = in_both([val], [val], [*rows, short])
@@ -897,16 +898,16 @@ def test_ids_are_part_of_a_text_only_at_the_beginning_of_an_id():
     """The search ends, also for ids that occur only between the beginnings of ids."""
     text = np.array([1, 256, 1], dtype=np.uint32).tobytes()
     for ids, expected in (([1, 256], True), ([256, 1], True), ([2], False), ([1, 1], False)):
-        assert check.is_part(np.array(ids, dtype=np.uint32).tobytes(), text) is expected
+        assert check_run.is_part(np.array(ids, dtype=np.uint32).tobytes(), text) is expected
     between = np.array([1 << 16], dtype=np.uint32).tobytes()  # 0, 0, 1, 0: within 1, 256
-    assert text.find(between) % 4 and not check.is_part(between, text)
+    assert text.find(between) % 4 and not check_run.is_part(between, text)
 
 def test_processes_that_wait_for_each_other_are_stopped(tmp_path):
     """A run whose log no longer grows is stopped, and the error says so."""
     code = ("import sys, time; from pathlib import Path\n"
             f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-            "import check, threading\n"
-            "threading.Thread(target=check.end_with_check).start()\n"
+            "import check_run, threading\n"
+            "threading.Thread(target=check_run.end_with_check).start()\n"
             "while True:\n    time.sleep(1)\n")
     with contextlib.closing(check.Laboratory(workers=1)) as lab:
         with pytest.raises(check.Failed, match="wait for each other"):

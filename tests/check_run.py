@@ -1,0 +1,967 @@
+"""A run that check.py starts in a process of its own.
+
+    python check_run.py JOB    # in JSON, see Laboratory.run() in check.py
+
+The process runs the edited train_gpt2.py, watches what training does, and then examines the trained
+model. It writes its findings, including the notes, to report.json.
+"""
+import ast
+import inspect
+import json
+import math
+import os
+import pickle
+import random
+import re
+import sys
+import threading
+import time
+import traceback
+import zlib
+from collections import Counter, defaultdict, deque
+from dataclasses import asdict, fields
+from pathlib import Path
+
+import numpy as np
+import torch
+
+SCRIPTS = Path(__file__).resolve().parent.parent  # the folder of the scripts to check
+KILLED = 9  # exit status of a run that was to be killed
+# To find out whether validation data is trained on: the shortest row in tokens, since shorter ones
+# may be equal by chance, how many rows to compare, and in how many tokens of a file to search
+SHORTEST_ROW, MOST_ROWS, MOST_TOKENS = 32, 320, 2**21
+
+def be_a_run(job):
+    """Do what `python train_gpt2.py` with the job's flags does, and write a report."""
+    folder, rank = Path(job["folder"]), os.environ.get("RANK", "0")
+    sys.stdin = open(os.devnull)  # so that a breakpoint() in an edit is an error
+    threading.Thread(target=end_with_check, daemon=True).start()
+    with open(folder / f"err_{rank}.txt", "w") as file:
+        os.dup2(file.fileno(), sys.stderr.fileno())
+    sys.path[0] = job["scripts"]
+    import train_gpt2 as t
+    # The committed version may lack a constant that the edit adds, and the other way round
+    known = [constant.name for constant in fields(t.Config)]
+    flags = [f"--{name}={value}" for name, value in job["flags"].items() if name in known]
+    sys.argv = [t.__file__, *flags]
+    train = t.train
+    t.train = lambda run: train_and_report(t, train, run, job)
+    t.main()
+
+def end_with_check():
+    """End this process when check.py closes its end of the pipe, or when check.py itself ends.
+
+    torchrun hands the pipe on to the processes that it starts.
+    """
+    os.read(0, 1)  # waits
+    os._exit(1)
+
+def train_and_report(t, train, run, job):
+    """Train, and write what check.py wants to know into report.json.
+
+    The job may contain: stop (take no step), nudge (change the initial weights by about this
+    fraction), kill_at and kill_after (end the process during step kill_at, once the checkpoint of
+    step kill_after exists), and examine (compare samples and validation with model(idx), and look
+    for logits that depend on later tokens; the value is the tolerance of logits).
+    """
+    for name in ("transformers", "matplotlib"):  # skip the export and the plots, which take seconds
+        sys.modules.setdefault(name, None)
+    for i, p in enumerate(run.state.raw_model.parameters() if "nudge" in job else []):
+        noise = torch.randn(p.shape, generator=torch.Generator().manual_seed(i)).to(p.device)
+        scale = max(job["nudge"], torch.finfo(p.dtype).eps)  # an edit may have 16-bit weights
+        p.data.copy_(p.data.float() * (1 + scale * noise))
+    report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step,
+              "B_is_free": "B" in t.FREE_TO_CHANGE,
+              "eval_every_is_free": "eval_every" in t.FREE_TO_CHANGE}
+    report["initial"] = {name: (list(p.shape), crc_of(p))
+                         for name, p in run.state.raw_model.named_parameters()}
+    rows = watch_forward_passes(run, report)
+    watched = Watched(t, run) if "examine" in job else None
+    if "kill_at" in job:
+        kill_during_step(run, job["kill_at"], job["kill_after"])
+    unsaved = unsaved_values(t, run)
+    if job.get("stop"):
+        report["notes"] = notes_about_schedules(t, run.cfg) + notes_about_code(inspect.getsource(t))
+    else:
+        train(run)
+    report["tokens"] = getattr(run.state, "tokens", 0)
+    now = unsaved_values(t, run)
+    report["changed"] = [name for name in now if now[name] != unsaved.get(name)]
+    report["in_both"] = training_and_validation(t, run, run.val_loader, rows)
+    if watched:
+        report["trained"] = {name: crc_of(p) for name, p in run.state.raw_model.named_parameters()}
+        report["notes"] = watched.notes(t, run, report, rows)
+        embedded = report["embedded"]  # by training
+        with torch.no_grad(), run.autocast():
+            found = examine(run, tolerance=job["examine"])
+        report["embedded"] = embedded
+        notes = report["notes"] + found["notes"] + notes_about_modes(run.cfg, found["modes"])
+        report |= found | {"notes": notes}
+    if os.environ.get("RANK", "0") == "0":
+        Path(job["folder"], "report.json").write_text(json.dumps(report))
+
+def watch_forward_passes(run, report):
+    """Record in the report what forward passes do. Return a list, to which training adds rows.
+
+    "draws": whether those with gradient draw from torch's generator; "draws_without_grad": whether
+    the others do; "seeds": whether any of them seeds it; "embedded": the number of token ids that
+    the embedding got in those with gradient; "shifted": what share_of_shifted_rows() returned
+    for some of these. The list gets up to 16 rows (T,) of each of the first
+    of these passes, as arrays of token ids.
+    """
+    # The hooks must not refer to `run`, because the script deletes it to end DDP
+    get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
+    states, rows = [], []
+    report |= {"draws": False, "draws_without_grad": False, "seeds": False, "embedded": 0,
+               "shifted": []}
+
+    def before(model, args):
+        states.append((get_state(), torch.initial_seed()))
+        if torch.is_grad_enabled() and len(rows) < MOST_ROWS and args:
+            rows.extend(args[0][:16].cpu().numpy())
+            report["shifted"].append(share_of_shifted_rows(*args))
+
+    def after(model, args, outputs):
+        state, seed = states.pop()
+        if not torch.equal(state, get_state()):
+            report["draws" if torch.is_grad_enabled() else "draws_without_grad"] = True
+        report["seeds"] |= torch.initial_seed() != seed
+
+    def count(embedding, args):
+        if torch.is_grad_enabled() and args and not args[0].is_floating_point():
+            report["embedded"] += args[0].numel()
+    run.state.raw_model.register_forward_pre_hook(before)
+    run.state.raw_model.register_forward_hook(after)
+    for name, module in run.state.raw_model.named_modules():
+        if name == "transformer.wte":
+            module.register_forward_pre_hook(count)
+    return rows
+
+def share_of_shifted_rows(x, y=None, *args):
+    """Return in which share of the rows most targets y are the tokens that follow in x (B, T)."""
+    if not torch.is_tensor(y) or y.shape != x.shape or x.dim() != 2 or x.size(1) < 2:
+        return 1.0  # an edit has other targets
+    counted = y[:, :-1] >= 0
+    agree = ((y[:, :-1] == x[:, 1:]) & counted).sum(1) >= 0.5 * counted.sum(1)  # (B,)
+    return agree.float().mean().item()
+
+def training_and_validation(t, run, loader, rows):
+    """Return what training and the validation with a loader have in common.
+
+    {"files": names of shards in both, "rows": the number of training rows that were compared,
+    "equal_rows": how many of them are part of the validation data, "val_rows" and "equal_val_rows":
+    the same for validation rows and the training data}. rows: arrays (T,) of token ids.
+    """
+    def paths(loader):
+        return {str(shard) for shard in loader.shards if isinstance(shard, Path)}
+
+    def first_tokens(loader):
+        return t.open_shard(loader.shards[0])[:MOST_TOKENS].astype(np.uint32)
+    rows, val_rows = [row for row in rows if len(row) >= SHORTEST_ROW], []
+    files, training, validation = [], np.zeros(0, np.uint32), np.zeros(0, np.uint32)
+    try:
+        files = sorted(paths(run.train_loader) & paths(loader))
+        training, validation = first_tokens(run.train_loader), first_tokens(loader)
+        length = max(SHORTEST_ROW, run.cfg.T)
+        starts = np.linspace(0, max(0, len(validation) - length), 50, dtype=int)
+        val_rows = [validation[start:start + length] for start in starts]
+    except Exception:  # an edit may have changed the loaders
+        rows = []
+    return {"files": files, "rows": len(rows), "equal_rows": count_parts(rows, validation),
+            "val_rows": len(val_rows), "equal_val_rows": count_parts(val_rows, training)}
+
+def count_parts(rows, tokens):
+    """Return how many of the rows, arrays of token ids, are part of `tokens` (uint32)."""
+    text = tokens.tobytes()
+    return sum(is_part(row.astype(np.uint32).tobytes(), text) for row in rows)
+
+def is_part(ids, text):
+    """Return whether ids occur in a text. Both are the bytes of an array of uint32."""
+    place = text.find(ids)
+    while place > 0 and place % 4:  # not at the beginning of an id
+        place = text.find(ids, place + 1)
+    return place >= 0
+
+def kill_during_step(run, step, saved):
+    """End this process in the given step, once the checkpoint of the step `saved` exists."""
+    state, checkpoint = run.state, Path(run.cfg.log_dir, f"checkpoint_{saved:05d}.pt")
+
+    def kill(model, args):
+        if state.step == step and torch.is_grad_enabled():
+            end = time.monotonic() + 300
+            while not checkpoint.exists() and time.monotonic() < end:
+                time.sleep(0.01)
+            os._exit(KILLED)  # like kill -9, this neither closes files nor waits for threads
+    run.state.raw_model.register_forward_pre_hook(kill)
+
+# ---- Notes. They state facts that are often, but not always, mistakes
+class Watched:
+    """What notes() needs to know about a training run. Create it before training starts."""
+    def __init__(self, t, run):
+        self.loaders = watch_validation(t)
+        self.nonzero, self.with_zeros = watch_gradients(run)
+        self.between = watch_average(run.state)
+        self.clipped = watch_clipping()
+        self.seeds = watch_seeds(run.state)
+        self.optimizers = list(run.state.optimizers)
+        self.integers, self.first_step = integers_of(run.state), run.state.step
+        self.begin = [p.detach().clone() for p in run.state.raw_model.parameters()]
+        self.buffers = {name: crc_of(b) for name, b in run.state.raw_model.named_buffers()}
+
+    def notes(self, t, run, report, rows):
+        """Return notes on the training. rows: those that watch_forward_passes() returned."""
+        notes, state = [], run.state
+        try:
+            were_watched = state.optimizers == self.optimizers and all(
+                isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
+            with_gradient = self.nonzero if were_watched else report["initial"]
+            notes += notes_about_parameters(state, report["initial"], with_gradient)
+            notes += notes_about_counters(
+                self.integers, integers_of(state), state.step - self.first_step)
+            notes += notes_about_zeros(self.with_zeros & self.nonzero.keys())
+            notes += notes_about_elements(state.raw_model, self.nonzero)
+            notes += notes_about_attributes(state.raw_model, report["changed"])
+            notes += notes_about_groups(state.optimizers) + notes_about_copies(state)
+            notes += notes_about_average(state, self.begin) + self.between
+            notes += notes_about_buffers(state, self.buffers)
+            notes += notes_about_clipping(state, self.clipped)
+            notes += notes_about_seeds(self.seeds)
+            notes += notes_about_repeated_rows(rows) + notes_about_shifts(report["shifted"])
+            for loader in self.loaders:
+                if loader is not run.val_loader:
+                    notes += notes_about_validation(training_and_validation(t, run, loader, rows))
+        except Exception:  # an edit may have changed anything; a note must not stop the check
+            pass
+        return notes
+
+def watch_validation(t):
+    """Return a list, to which each call of validation_loss() adds its loader if it is new."""
+    loaders, original = [], getattr(t, "validation_loss", None)
+
+    def validation_loss(*args, **kwargs):
+        for value in (*args, *kwargs.values()):
+            if hasattr(value, "shards") and value not in loaders:
+                loaders.append(value)
+        return original(*args, **kwargs)
+    if original:
+        t.validation_loss = validation_loss
+    return loaders
+
+def watch_clipping():
+    """Return a set, to which the last call of clip_grad_norm_() adds the ids of its parameters."""
+    clipped, original = set(), torch.nn.utils.clip_grad_norm_
+
+    def clip_grad_norm_(parameters, *args, **kwargs):
+        parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
+        clipped.clear()
+        clipped.update(map(id, parameters))
+        return original(parameters, *args, **kwargs)
+    torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    return clipped
+
+def watch_seeds(state):
+    """Return {seed: set of steps}, to which seeds of torch's and NumPy's generators are added."""
+    seeds, seed_default = defaultdict(set), torch.manual_seed
+    default_rng = np.random.default_rng
+
+    class Generator(torch.Generator):
+        def manual_seed(self, seed):
+            seeds[seed].add(state.step)
+            return super().manual_seed(seed)
+
+    def manual_seed(seed):
+        seeds[seed].add(state.step)
+        return seed_default(seed)
+
+    class RandomState(np.random.RandomState):
+        def __init__(self, seed=None):
+            super().__init__(seed)
+            note(seed)
+
+    def seeded_default_rng(seed=None):
+        note(seed)
+        return default_rng(seed)
+
+    def note(seed):
+        if isinstance(seed, int):  # order_of() uses a tuple
+            seeds[seed].add(state.step)
+    torch.Generator, torch.manual_seed = Generator, manual_seed
+    np.random.RandomState, np.random.default_rng = RandomState, seeded_default_rng
+    return seeds
+
+def watch_gradients(run):
+    """Return what optimizers find in each step: {name: where a gradient was not 0}, and a set.
+
+    The dict maps the name of a parameter that has got a gradient to a bool tensor of its shape. The
+    set is for the names of parameters whose gradient was a tensor of zeros in some step.
+    """
+    names = {id(p): name for name, p in run.state.raw_model.named_parameters()}
+    nonzero, with_zeros = {}, set()
+
+    def before_step(optimizer, args, kwargs):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                name = names.get(id(p))
+                if p.grad is not None and p.grad.any():
+                    nonzero[name] = nonzero.get(name, False) | (p.grad != 0)
+                elif p.grad is not None:
+                    with_zeros.add(name)
+    for optimizer in run.state.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(before_step)
+    return nonzero, with_zeros
+
+def watch_average(state):
+    """Return a list, to which a note is added if eval_model changes between two optimizers' steps.
+
+    Then it is not only updated after the last one.
+    """
+    notes, before = [], {}  # {step: checksum of eval_model} when the first optimizer takes its step
+
+    def before_step(optimizer, args, kwargs):
+        if state.eval_model is not state.raw_model and not notes:
+            now = crc_of(next(state.eval_model.parameters()))
+            if before.setdefault(state.step, now) != now:
+                notes.append("eval_model changes between the steps of two optimizers, so it is "
+                             "updated several times per step. Update it after step_optimizers().")
+    for optimizer in state.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(before_step)
+    return notes
+
+def notes_about_schedules(t, cfg):
+    """Return notes on the batch sizes and the learning rates of a run with this Config."""
+    notes, steps = [], range(cfg.max_steps)
+    try:
+        # An edited rows_before() may take long, since it may add up the rows of all earlier steps
+        sizes = [t.rows_of_step(cfg, step) * cfg.T for step in steps[:20_000]]
+        if len(set(sizes)) > 1:
+            notes.append(f"the number of tokens per step varies. It is {sizes[0]:,} at first, "
+                         f"{sizes[-1]:,} at the end, and at most {max(sizes):,}, in step "
+                         f"{sizes.index(max(sizes))}.")
+        rates = [t.get_lr(step, cfg) for step in steps]
+        if rates and rates[-1] - cfg.min_lr > 0.1 * abs(cfg.max_lr - cfg.min_lr):
+            notes.append(f"the learning rate is {rates[-1]:.2e} in the last step, {steps[-1]}, but "
+                         f"min_lr is {cfg.min_lr:.2e}.")
+        if rates and min(rates) < 0:
+            notes.append(f"the learning rate is negative in step {rates.index(min(rates))} "
+                         f"({min(rates):.2e}).")
+        jumps = [step for step in steps[cfg.warmup_steps + 1:]
+                 if abs(rates[step] - rates[step - 1]) > 0.2 * max(rates)]
+        if jumps:
+            notes.append(f"the learning rate jumps from {rates[jumps[0] - 1]:.2e} in step "
+                         f"{jumps[0] - 1} to {rates[jumps[0]]:.2e} in step {jumps[0]}.")
+    except Exception:  # an edit may have given these functions other arguments
+        pass
+    return notes
+
+def notes_about_code(source):
+    """Return notes on the text of train_gpt2.py. Part one ends with train()."""
+    notes, tree = [], ast.parse(source)
+    train = next((node for node in tree.body
+                  if isinstance(node, ast.FunctionDef) and node.name == "train"), None)
+    if train is None:
+        return []
+    defaults = {node.attr: node.lineno for node in ast.walk(tree)
+                if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "Config"
+                and node.lineno <= train.end_lineno}
+    for name, line in defaults.items():
+        notes.append(f"Config.{name} in line {line} is the default, not the value that this run "
+                     f"uses. Use cfg.{name}.")
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef) and any("Module" in ast.unparse(b) for b in node.bases):
+            notes += [f"no call of {node.name}() passes `{name}`, so it always has its default."
+                      for name in arguments_never_passed(tree, node)]
+    names = sorted(kept_in_loop(train) - {"stopped"})
+    if names:
+        notes.append(f"train() keeps {', '.join(names)} from one step to the next in local "
+                     "variables, which a restart forgets. Make them attributes of State.")
+    return notes
+
+def arguments_never_passed(tree, node):
+    """Return the arguments with a default in the __init__ of a class that no call passes.
+
+    Return [] if the class is never called, or called with *args or **kwargs.
+    """
+    init = next((part for part in node.body
+                 if isinstance(part, ast.FunctionDef) and part.name == "__init__"), None)
+    calls = [call for call in ast.walk(tree)
+             if isinstance(call, ast.Call) and ast.unparse(call.func) == node.name]
+    if init is None or not calls:
+        return []
+    names = [argument.arg for argument in init.args.args[1:]]  # without self
+    passed = set()
+    for call in calls:
+        keywords = [keyword.arg for keyword in call.keywords]
+        if None in keywords or any(isinstance(part, ast.Starred) for part in call.args):
+            return []
+        passed |= {*names[:len(call.args)], *keywords}
+    with_default = names[len(names) - len(init.args.defaults):]
+    return [name for name in with_default if name not in passed]
+
+def kept_in_loop(function):
+    """Return the names of local variables that the while loop of a function changes.
+
+    A variable is left out if its value before the loop comes from state, run, cfg or a clock.
+    """
+    kept = set()
+    loops = [node for node in function.body if isinstance(node, ast.While)]
+    for node in function.body[:function.body.index(loops[0])] if loops else []:
+        targets, value = [], getattr(node, "value", None)
+        if isinstance(node, (ast.Assign, ast.AnnAssign)) and value:
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        for target in targets:
+            pairs = [(target, value)]
+            if isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple):
+                pairs = zip(target.elts, value.elts)
+            kept |= {ast.unparse(name) for name, start in pairs
+                     if names_in(start).isdisjoint({"state", "run", "cfg", "time"})}
+    return kept & changed_names(loops[0]) if loops else set()
+
+def names_in(node):
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+
+def changed_names(loop):
+    """Return the names that a loop assigns, or whose content it changes, such as by append()."""
+    names = {node.id for node in ast.walk(loop)
+             if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(loop):
+        if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            names.add(ast.unparse(node.value))
+        elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):  # x.append(y)
+            names.add(ast.unparse(node.value.func).rpartition(".")[0])
+    return names
+
+def notes_about_parameters(state, initial, with_gradient):
+    """Return notes on parameters that no optimizer has, or that got no gradient.
+
+    initial: {name: (shape, checksum)} before training. with_gradient: the names of the parameters
+    that have got a gradient.
+    """
+    notes, unused, decayed, left_out = [], [], [], []
+    owned = {id(p) for optimizer in state.optimizers for group in optimizer.param_groups
+             for p in group["params"]}
+    for name, p in state.raw_model.named_parameters():
+        if p.requires_grad and id(p) not in owned:
+            left_out.append(name)
+        elif p.requires_grad and name in initial and name not in with_gradient:
+            (unused if crc_of(p) == initial[name][1] else decayed).append(name)
+    if left_out:
+        notes.append(f"at the end of training, no optimizer has {', '.join(left_out[:4])} "
+                     f"({len(left_out)} in all). Perhaps these parameters were replaced, or "
+                     "unfrozen, after configure_optimizers().")
+    if unused:
+        notes.append(f"{', '.join(unused[:4])} got no gradient in any step ({len(unused)} "
+                     "parameters). They are not used, or they are detached.")
+    if decayed:
+        notes.append(f"{', '.join(decayed[:4])} got no gradient in any step, but changed, for "
+                     f"example by weight decay ({len(decayed)} parameters). To freeze parameters, "
+                     "set requires_grad=False.")
+    return notes
+
+def notes_about_zeros(names):
+    """Return a note on parameters whose gradient is 0 in some steps but not in others."""
+    if not names:
+        return []
+    some = ", ".join(sorted(map(str, names))[:4])
+    return [f"the gradient of {some} is 0 in some steps ({len(names)} parameters). The optimizer "
+            "still changes them then, by weight decay and momentum. To keep a parameter unchanged "
+            "in a step, set p.grad = None."]
+
+def notes_about_elements(model, nonzero):
+    """Return a note on matrices in which most elements never got a gradient, except embeddings.
+
+    nonzero: see watch_gradients().
+    """
+    embeddings = {id(module.weight) for module in model.modules()
+                  if isinstance(module, torch.nn.Embedding)}
+    shares = {name: nonzero[name].float().mean().item() for name, p in model.named_parameters()
+              if p.dim() > 1 and name in nonzero and id(p) not in embeddings}
+    sparse = [name for name, share in shares.items() if share < 0.5]
+    if not sparse:
+        return []
+    return [f"only {shares[sparse[0]]:.1%} of the elements of {sparse[0]} got a gradient other "
+            f"than 0 ({len(sparse)} such parameters). Perhaps an operation without a gradient is "
+            "applied to it, such as round()."]
+
+def notes_about_attributes(model, changed):
+    """Return notes on tensors in the model's modules that are neither parameters nor buffers.
+
+    changed: names of values that training has changed. Such a value is usually computed in
+    forward().
+    """
+    notes = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            label = f"self.{name} in {type(module).__name__}"
+            if not name.startswith("_") and is_left_out(value) and label not in changed:
+                notes.append(f"{label} holds a tensor that is neither a parameter nor a buffer of "
+                             "the model, so it is neither trained nor saved, nor moved to the GPU. "
+                             "Use nn.Parameter, nn.ModuleList or, for a constant, "
+                             "register_buffer().")
+    return list(dict.fromkeys(notes))[:4]  # modules of the same class give the same note
+
+def notes_about_groups(optimizers):
+    """Return notes on hyperparameters of optimizer groups that training changes, except lr."""
+    notes = []
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            before = group.get("initial", group)
+            for name in before.keys() - {"lr", "initial"}:
+                if group.get(name) != before[name]:
+                    notes.append(f"training changes {name} in a parameter group of "
+                                 f"{type(optimizer).__name__} from {before[name]} to "
+                                 f"{group.get(name)} ({len(group['params'])} parameters). If it "
+                                 "is computed from its own earlier value (*=), factors accumulate.")
+    return list(dict.fromkeys(notes))[:4]
+
+def notes_about_copies(state):
+    """Return notes on attributes of State that hold the weights of raw_model, and not a copy."""
+    weights = {p.data_ptr() for p in state.raw_model.parameters()}
+    return [f"State.{name} holds the weights of raw_model themselves, so it changes with them. To "
+            "keep earlier weights, copy them with clone()."
+            for name, content in state.state_dict().items()
+            if name not in ("raw_model", "optimizers", "scaler")
+            and any(part.data_ptr() in weights for _, part in tensors_of(content))]
+
+def integers_of(state):
+    """Return {name: value} of the integers in State that an edit has added."""
+    return {name: value for name, value in vars(state).items()
+            if type(value) is int and name not in ("step", "tokens")}
+
+def notes_about_counters(before, after, steps):
+    """Return notes on integers that grow by more than 1 per step. before, after: {name: value}."""
+    return [f"State.{name} grows from {before.get(name, 0)} to {value} in {steps} steps. If it "
+            "counts steps or updates, it is counted more than once per step."
+            for name, value in after.items() if value - before.get(name, 0) > steps]
+
+def notes_about_average(state, begin):
+    """Return a note if eval_model is another model than raw_model, but has the same weights.
+
+    begin: the parameters of raw_model before training.
+    """
+    mine, averaged = list(state.raw_model.parameters()), list(state.eval_model.parameters())
+    if state.eval_model is state.raw_model or len(mine) != len(averaged):
+        return []
+    with torch.no_grad():
+        gap = math.hypot(*(float((a - b).norm()) for a, b in zip(mine, averaged)))
+        moved = math.hypot(*(float((a - b).norm()) for a, b in zip(mine, begin)))
+    if gap > 0.03 * moved:
+        return []
+    return ["eval_model has almost the same weights as raw_model at the end. If it should be an "
+            "average, check that it has begun, that it copies weights (clone()), and that its two "
+            "factors are not exchanged."]
+
+def notes_about_buffers(state, begin):
+    """Return a note if training changes a buffer of raw_model, but not the one of eval_model.
+
+    begin: {name: checksum} of the buffers before training.
+    """
+    if state.eval_model is state.raw_model:
+        return []
+    mine, averaged = [{name: crc_of(b) for name, b in model.named_buffers()}
+                      for model in (state.raw_model, state.eval_model)]
+    left = [name for name in mine if mine[name] != begin.get(name) == averaged.get(name)]
+    if not left:
+        return []
+    return [f"training changes the buffer {left[0]} of raw_model, but eval_model still has its "
+            "initial value. If validation uses it, copy it when you update the average."]
+
+def notes_about_seeds(seeds):
+    """Return a note if a generator gets the same seed in many steps. seeds: {seed: steps}."""
+    often = [seed for seed, steps in seeds.items() if len(steps) > 3]
+    if not often:
+        return []
+    return [f"a random generator is seeded with {often[0]} in {len(seeds[often[0]])} steps, so "
+            "it yields the same random numbers in each of them. If they should differ, derive the "
+            "seed from the step too: seed_from(cfg.seed, state.step)."]
+
+def notes_about_repeated_rows(rows):
+    """Return a note if training reads rows several times. rows: arrays (T,) of token ids."""
+    times = Counter(row.tobytes() for row in rows if len(row) >= SHORTEST_ROW)
+    repeated = sum(n - 1 for n in times.values())
+    if repeated <= 0.05 * len(rows):  # a text may repeat itself
+        return []
+    return [f"{repeated} of the first {len(rows)} rows that the model is trained on are "
+            "repetitions of other rows. If an edit uses the same rows twice, as SAM does, check "
+            "that their gradients should be added up, and which of the losses is reported. "
+            "Otherwise check read_step()."]
+
+def notes_about_shifts(shares):
+    """Return a note if rows of training have targets that are not the next tokens.
+
+    shares: what share_of_shifted_rows() returned for some forward passes.
+    """
+    if min(shares, default=1.0) == 1.0:
+        return []
+    return [f"in a forward pass of training, only {min(shares):.0%} of the rows have targets that "
+            "are the tokens that follow in their inputs. Check that read_step() changes, cuts and "
+            "shifts x and y alike."]
+
+def notes_about_clipping(state, clipped):
+    """Return a note if some gradients are not clipped. clipped: the ids of the other parameters."""
+    trained = [p for p in state.raw_model.parameters() if p.requires_grad]
+    left = sum(id(p) not in clipped for p in trained)
+    if not (clipped and left):
+        return []
+    return [f"{left} of {len(trained)} trained parameters are not given to clip_grad_norm_(), so "
+            "their gradients are not clipped and are not part of the norm that it returns."]
+
+def notes_about_validation(both):
+    """Return a note if validation reads training data. both: from training_and_validation()."""
+    if both["equal_rows"] <= 0.05 * both["rows"]:
+        return []
+    return ["validation_loss() also reads data on which the model is trained: "
+            f"{both['equal_rows']} of {both['rows']} training rows are part of it."]
+
+def notes_about_targets(model, x, y):
+    """Return a note if training predicts a target from inputs that come after it.
+
+    Such inputs contain the target. For example, targets.roll(-1, 1) moves the first target to the
+    end of the row. x, y: inputs and targets (B, T). The model must be in training mode.
+    """
+    embedding, outputs = getattr(getattr(model, "transformer", None), "wte", None), []
+    if embedding is None:
+        return []
+    hook = embedding.register_forward_hook(lambda module, args, output: outputs.append(output))
+    gradients, other = [], y.clone()
+    other[:, 0] = (y[:, 0] + 1) % (int(y.max()) + 1)
+    try:
+        for targets in (y, other):
+            torch.manual_seed(0)
+            outputs.clear()
+            loss = model(x, targets)[1]
+            gradients.append(torch.autograd.grad(loss, outputs[0])[0].float())  # (B, T, C)
+    finally:
+        hook.remove()
+    # Only the first input may have an influence on how well the first target is predicted
+    change = (gradients[0] - gradients[1]).norm(dim=-1).amax(dim=0)  # (T,)
+    places = (change[1:] > 1e-3 * change.max()).nonzero().flatten() + 1
+    if not len(places):
+        return []
+    return [f"the training loss compares the first target of a row with predictions from later "
+            f"inputs (at position {places[0]} and {len(places) - 1} others), which contain that "
+            "target. If roll() shifts the targets, leave out those that it moves from one end of "
+            "the row to the other."]
+
+def notes_about_modes(cfg, gap):
+    """Return a note if the logits in training mode and in eval mode differ. gap: by how much."""
+    if not gap or getattr(cfg, "dropout", 0):
+        return []
+    return [f"logits in training mode and in eval mode differ by up to {gap:.2g}. Validation, "
+            "samples and the export use the model in eval mode. If training drops parts of the "
+            "model at random, check that it scales up those that are left."]
+
+def notes_in_training_mode(model, x, y):
+    """Return notes on the training loss of inputs and targets (B, T)."""
+    try:
+        with torch.enable_grad():
+            return (notes_about_dimensions(model, x, y) + notes_about_loss(model, x, y)
+                    + notes_about_targets(model, x, y))
+    except Exception:  # an edit may have given forward() other arguments; a note must not stop
+        return []
+
+class WatchDimensions(torch.overrides.TorchFunctionMode):
+    """Records operations that normalize over a dimension other than the last one.
+
+    found: {description: None}
+    """
+    DEFAULTS = {"normalize": 1, "softmax": None, "log_softmax": None, "logsumexp": None}
+
+    def __init__(self):
+        super().__init__()
+        self.found = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs, name = kwargs or {}, getattr(func, "__name__", "")
+        x = args[0] if args else None
+        if name in self.DEFAULTS and torch.is_tensor(x) and x.dim() > 1:
+            position = 2 if name == "normalize" else 1  # of dim, in args
+            dim = kwargs.get("dim", args[position] if len(args) > position else self.DEFAULTS[name])
+            place = places_in_scripts("".join(traceback.format_stack()))
+            if isinstance(dim, int) and dim % x.dim() != x.dim() - 1 and place:
+                self.found[f"{name}() works over dimension {dim} of a tensor of shape "
+                           f"{tuple(x.shape)} ({place[-1]})"] = None
+        return func(*args, **kwargs)
+
+def notes_about_dimensions(model, x, y):
+    """Return notes on softmax(), normalize() and so on over dimensions other than the last one."""
+    with WatchDimensions() as watch:
+        model(x, y)
+    return [f"{text}. Check that this is the right dimension." for text in watch.found]
+
+def notes_about_loss(model, x, y):
+    """Return a note if additional terms make up much of the training loss.
+
+    x, y: inputs and targets (B, T). The model must be in training mode.
+    """
+    logits, loss = model(x, y)
+    cross_entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+    ratio = (loss / cross_entropy).item()
+    if 0.5 <= ratio <= 1.5:
+        return []
+    return [f"the training loss of two rows is {loss.item():.4g}, but their cross-entropy is "
+            f"{cross_entropy.item():.4g}. If an additional term should be smaller, check that it "
+            "is a mean over all tokens."]
+
+def is_left_out(value):
+    """Return whether a module's attribute is or contains a tensor that torch does not know of.
+
+    Modules in a list count only if they got gradients, since a teacher is also kept in a list.
+    """
+    if isinstance(value, (list, tuple)):
+        return any(map(is_left_out, value))
+    if isinstance(value, torch.nn.Module):
+        return any(p.grad is not None for p in value.parameters())
+    return torch.is_tensor(value) and value.is_floating_point()
+
+# ---- What an edit keeps outside of State. It is named when a promise is broken
+KEPT = (bool, int, float, str, bytes, list, dict, set, tuple, deque, np.ndarray, np.generic,
+        random.Random, np.random.RandomState, np.random.Generator)
+
+def unsaved_values(t, run):
+    """Return {name: fingerprint} of values that a checkpoint does not hold."""
+    values = {"the generator of the module random": fingerprint(random.getstate()),
+              "the generator of numpy.random": fingerprint(np.random.get_state())}
+    usual = {*vars(torch.nn.Module()), *vars(torch.optim.SGD([torch.zeros(1)], lr=0.1))}
+    for thing in (*run.state.raw_model.modules(), *run.state.optimizers):
+        for name in vars(thing).keys() - usual:
+            label = f"self.{name} in {type(thing).__name__}"
+            values.setdefault(label, []).append(fingerprint(getattr(thing, name)))
+        for name in vars(type(thing)).keys() - {"__dict__", "__weakref__"}:  # of the class
+            values[f"{type(thing).__name__}.{name}"] = fingerprint(getattr(type(thing), name, None))
+    for name in vars(run.train_loader).keys() - {"last_shard", "last_tokens"}:
+        values[f"{name} in the training loader"] = fingerprint(getattr(run.train_loader, name))
+    for name in vars(run).keys() - {"validated_step", "step_seconds", "told_slow"}:
+        values[f"run.{name}"] = fingerprint(getattr(run, name))
+    for name in vars(t).keys() - {"__builtins__"}:
+        values[f"the global {name}"] = fingerprint(getattr(t, name))
+    return values
+
+def fingerprint(value):
+    """Return a checksum of a tensor, generator, number or container, or None for other objects."""
+    if isinstance(value, torch.Generator):
+        value = value.get_state()
+    if torch.is_tensor(value):
+        return crc_of(value)
+    if not isinstance(value, KEPT):
+        return None
+    if isinstance(value, (list, tuple)) and any(isinstance(p, torch.nn.Module) for p in value):
+        return None  # for example a teacher
+    try:
+        return zlib.crc32(pickle.dumps(value))
+    except Exception:  # pickle raises errors of many kinds
+        return None
+
+# ---- How samples and the validation loss of the trained model agree with model(idx)
+def examine(run, tolerance):
+    """Return what check.py wants to know about the trained model.
+
+    {"samples": a problem or None, "drawn": token ids, "later": see leak_problem() and
+    length_problem(), "notes": texts, "val_data": see validation_data(), "cross_entropy": loss,
+    "later_in_training": as "later", in training mode, "modes": how far the logits in training mode
+    are from those in eval mode}
+
+    An edited generate() or forward() may raise anything, so errors become texts.
+    """
+    model, T = run.state.eval_model, run.cfg.T
+    x, y = run.val_loader.batch(0, 2, run.device)
+    report = examine_samples(model, x, T, tolerance) | {"notes": []}
+    try:
+        report["later"] = (leak_problem(model, x, tolerance / 10)
+                           or length_problem(model, x, tolerance))
+        if tolerance < 1e-3:  # 16-bit rounding can hide a small influence
+            report["notes"] = notes_about_context(model, x)
+    except Exception as e:
+        report["later"] = f"{type(e).__name__}: {e}"
+    report["val_data"] = validation_data(run)
+    try:
+        report["cross_entropy"] = cross_entropy(run, model)
+    except Exception as e:
+        report["cross_entropy"] = f"{type(e).__name__}: {e}"
+    raw_model, report["modes"] = run.state.raw_model, 0.0
+    try:
+        logits = raw_model(x)[0].float()
+        raw_model.train()  # late, because a forward pass may change buffers
+        report["later_in_training"] = leak_problem(raw_model, x, tolerance / 10)
+        gap = (raw_model(x)[0].float() - logits).abs().max().item()
+        report["modes"] = gap if gap > tolerance * max(1.0, logits.abs().max().item()) else 0.0
+    except Exception as e:
+        report["later_in_training"] = f"{type(e).__name__}: {e}"
+    report["notes"] += notes_in_training_mode(raw_model, x, y)
+    raw_model.eval()
+    report["samples"] = report["samples"] or sample_problem_if_sharpened(model, x, T, tolerance)
+    return report
+
+def examine_samples(model, x, T, tolerance):
+    """Return {"samples": a problem or None, "drawn": token ids}. x: token ids (B, T)."""
+    n, problem, drawn = min(12, T // 2), None, []
+    try:
+        for prompt in (x[:, :T // 4], x[:, n // 2:]):  # the second continuation exceeds the context
+            problem = problem or sample_problem(model, prompt, n, T, tolerance)
+        for _ in range(2):
+            torch.manual_seed(0)
+            # A high temperature shows an edit that leaves out unlikely tokens
+            drawn.append(model.generate(x[:1, :1].repeat(8, 1), 64, temperature=1.5).tolist())
+        if drawn[0] != drawn[1]:
+            problem = problem or ["generate() returns other tokens although the seed is the same",
+                                  "Its random numbers should come from torch's generator."]
+    except Exception as e:
+        place = "\n".join(places_in_scripts(traceback.format_exc())[-1:])
+        problem = ["generate() stops with an error", f"{place}\n{type(e).__name__}: {e}"]
+    return {"samples": problem, "drawn": drawn[-1:]}
+
+def sample_problem(model, prompt, n, T, tolerance):
+    """Return [what is wrong, where] if greedy tokens are not the arg max of model(idx), or None.
+
+    prompt: token ids (B, length). n: the number of tokens to append.
+    """
+    block_size = getattr(model.config, "block_size", T)
+    idx = model.generate(prompt, n, temperature=0)
+    for i in range(prompt.size(1), idx.size(1)):
+        logits = model(idx[:, max(0, i - block_size):i])[0][:, -1].float()  # (B, n_vocab)
+        for token, row in zip(idx[:, i].tolist(), logits):
+            best = row.max().item()
+            if best - row[token].item() > tolerance * max(1.0, abs(best)):  # more than a tie
+                return ["generate(temperature=0) differs from the arg max of model(idx)",
+                        f"After {i} tokens generate() appends token {token}, but the arg max is "
+                        f"{row.argmax().item()}."]
+    return None
+
+def sample_problem_if_sharpened(model, x, T, tolerance):
+    """Multiply the model's matrices by 4, and return what sample_problem() returns.
+
+    After a few steps a token depends little on those before it, so a wrong context (for example in
+    a key-value cache) may not change the arg max. With larger weights it does. x: ids (B, T).
+    """
+    for p in model.parameters():
+        if p.dim() >= 2:
+            p.mul_(4)
+    try:
+        if not model(x)[0].isfinite().all():
+            return None
+        # The second half of the continuation is beyond the context. Rounding has larger effects
+        problem = sample_problem(model, x[:, T // 2:], T, T, 10 * tolerance)
+    except Exception:  # the unchanged model has been sampled without an error
+        return None
+    return problem and [problem[0], f"{problem[1]} (All weights were multiplied by 4 for this.)"]
+
+def leak_problem(model, x, tolerance):
+    """Return [what is wrong, where] if logits depend on later tokens, or None.
+
+    Return a text instead if this cannot be checked. x: token ids (B, T).
+    """
+    T = x.size(1)
+
+    def logits_of(idx):
+        torch.manual_seed(0)  # a model that draws random numbers gets the same ones each time
+        return model(idx)[0].float()  # (B, T, n_vocab)
+    logits, again = logits_of(x), logits_of(x)
+    limit = tolerance * max(1.0, logits.abs().max().item())
+    if not (logits - again).abs().max() <= limit:  # in an edit that counts calls, for example
+        return "model(idx) gives different logits when it is called again with the same tokens"
+    # If tokens see the later ones of their own group only, a change that starts between two groups
+    # does not show it
+    for start in filter(None, (T // 2, 1, T // 3, T - 1)):
+        changed = x.clone()
+        changed[:, start:] = (x[:, start:] + 1) % logits.size(-1)
+        gaps = (logits_of(changed) - logits)[:, :start].abs().amax(dim=(0, 2))  # one per position
+        positions = (gaps > limit).nonzero().flatten().tolist()
+        if positions:
+            return ["logits change with later tokens", (
+                f"When the tokens from position {start} on are changed, the logits at "
+                f"{len(positions)} of the {start} positions before them change, the first at "
+                f"position {positions[0]}, by up to {gaps.max().item():.2g}. Only rounding, "
+                f"{limit:.1g}, is allowed.")]
+    return None
+
+def length_problem(model, x, tolerance):
+    """Return [what is wrong, where] if logits differ when later tokens are cut off, or None.
+
+    x: token ids (B, T).
+    """
+    logits = model(x)[0].float()
+    if not torch.equal(logits, model(x)[0].float()):
+        return None  # random numbers would differ for rows of another length
+    limit = tolerance * max(1.0, logits.abs().max().item())
+    for n in (x.size(1) // 2, x.size(1) // 2 + 1, x.size(1) - 1):
+        gap = (model(x[:, :n])[0].float() - logits[:, :n]).abs().max().item()
+        if not gap <= limit:
+            return ["logits depend on the number of tokens in a row", (
+                f"For the first {n} of {x.size(1)} tokens, model(x[:, :{n}]) differs from "
+                f"model(x)[:, :{n}] by up to {gap:.2g}, so samples do not come from the model that "
+                f"was validated. Only rounding, {limit:.1g}, is allowed.")]
+    return None
+
+def notes_about_context(model, x):
+    """Return a note if some of the last four tokens have no influence on the logits at all.
+
+    x: token ids (B, T).
+    """
+    if x.size(1) < 8:
+        return []
+    last, changed = x.size(1) - 1, x.repeat(4, 1, 1)  # (4, B, T)
+    for distance in range(4):
+        changed[distance, :, last - distance] += 1
+        changed[distance, :, last - distance] %= int(x.max()) + 1
+    logits = model(x)[0][:, -1]
+    unseen = [distance for distance in range(4)
+              if torch.equal(model(changed[distance])[0][:, -1], logits)]
+    if not unseen:
+        return []
+    return [f"of the {last + 1} tokens in a row, the logits at the last one do not depend on token "
+            f"{', '.join(str(last - distance) for distance in unseen)} (counted from 0). If they "
+            "should, check the attention mask."]
+
+def validation_data(run):
+    """Return the source of the validation data and checksums of its rows, or None.
+
+    Of a large corpus, only the first million tokens are included.
+    """
+    try:
+        n_rows = min(run.val_loader.rows_per_epoch, max(1, 2**20 // run.cfg.T))
+        batch = run.val_loader.batch(0, n_rows, run.device)
+        source = [run.cfg.T, run.cfg.encoding, Path(run.cfg.data).name]
+        return [source, [crc_of(part) for part in batch]]
+    except Exception:  # an edit may give batch() other arguments
+        return None
+
+def cross_entropy(run, model):
+    """Return the mean cross-entropy of the logits over the rows that validation reads."""
+    cfg, loader = run.cfg, run.val_loader
+    rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
+    total, counted = 0.0, 0
+    for row in range(0, rows, cfg.B):
+        x, y = loader.batch(row, min(cfg.B, rows - row), run.device)
+        logits = model(x)[0].flatten(0, 1).float()
+        if logits.size(1) != run.encoding.n_vocab:
+            raise ValueError(f"there are {logits.size(1)} logits per token, but the encoding has "
+                             f"{run.encoding.n_vocab} ids")
+        total += torch.nn.functional.cross_entropy(logits, y.flatten(), reduction="sum").item()
+        counted += (y >= 0).sum().item()
+    return total / max(1, counted)
+
+# ---- Helpers that check.py uses, too
+def places_in_scripts(text):
+    """Return the lines of the user's code in a traceback, for example "x.py, line 7, in f: ..."."""
+    names = [path.name for path in SCRIPTS.glob("*.py")]
+    places = re.findall(r'^  File "(.+)", (line \d+.*)\n    (.+)', text, re.M)
+    return [f"{Path(path).name}, {place}: {code.strip()}" for path, place, code in places
+            if Path(path).name in names]
+
+def tensors_of(content, name=""):
+    """Yield (name, tensor) for all tensors in a checkpoint, for example ("state.mean", ...)."""
+    if torch.is_tensor(content):
+        yield name, content
+    elif isinstance(content, (dict, list, tuple)):
+        parts = content.items() if isinstance(content, dict) else enumerate(content)
+        for key, part in parts:
+            yield from tensors_of(part, f"{name}.{key}" if name else str(key))
+
+def crc_of(tensor):
+    """Return a checksum of a tensor's bytes."""
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+
+if __name__ == "__main__":
+    be_a_run(json.loads(sys.argv[1]))
