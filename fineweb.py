@@ -120,8 +120,8 @@ def hugging_face_tokenizer(encoding, context):
     letters = bytes_to_unicode()  # `tokenizers` represents each byte as one Unicode character
     vocabulary = {"".join(letters[byte] for byte in token): i
                   for token, i in parts["mergeable_ranks"].items()}
-    # generate_merges() wants the highest score for the token that is merged first. In tiktoken,
-    # tokens with low ids are merged first.
+    # generate_merges() assumes that tokens with higher scores are merged first. In tiktoken, tokens
+    # with lower ids are merged first, so use -id as the score.
     scores = {token: -i for token, i in vocabulary.items()}
     merges = generate_merges(vocabulary, scores)
     special_tokens = dict(parts["special_tokens"])
@@ -400,7 +400,7 @@ def tokenize(texts, encoding_name):
 class Worker:
     """The main process's handle on a worker process, which runs answer_requests().
 
-    It ends when stop() is called or when the main process ends.
+    The worker process ends when stop() is called or when the main process ends.
     """
     def __init__(self, encoding_name):
         context = multiprocessing.get_context("spawn")
@@ -459,15 +459,18 @@ def end_at_once(signal_number, frame):
 def start_workers(nprocs, encoding_name):
     """Return nprocs new Workers, which never receive STOP_SIGNALS.
 
-    If a signal comes while the workers are being started, this process ends only afterwards.
-    Otherwise a worker that is still starting would print a traceback.
+    If a signal arrives meanwhile, this process waits until all workers have started, and then ends.
+    (If it ended at once, a worker that is still starting would print a traceback.)
     """
     with signals_postponed(), signals_blocked():
         return [Worker(encoding_name) for _ in range(nprocs)]
 
 @contextlib.contextmanager
 def signals_blocked():
-    """Block STOP_SIGNALS in this thread. Processes that it starts inherit this and keep it."""
+    """Block STOP_SIGNALS in this thread.
+
+    Processes that it starts inherit the block and keep it, so they never receive these signals.
+    """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -483,8 +486,8 @@ def signals_blocked():
 def signals_postponed():
     """Record STOP_SIGNALS that this process receives, and raise them again at the end.
 
-    signals_blocked() alone would not keep them from this process: the system may deliver a signal
-    to another thread, which a library has started.
+    Blocking would not be enough for this process: it applies to one thread, and the system may
+    deliver a signal to a different one, such as a thread that was started by a library.
     """
     arrived, usual_handlers = [], {}
     for number in STOP_SIGNALS:
@@ -557,8 +560,8 @@ def settings_of(cfg, files, shards):
     These are shard_size, encoding, and the names and sizes of all files up to the one in which the
     last shard ends. Later files may be added or changed before the next run.
 
-    If the shards contain the whole corpus, the last one ends in the file that would come next (see
-    Place). So if a file is added to such a corpus, the settings of the next run are different ones.
+    If the shards contain the whole corpus, the last one ends at file_number len(files). If a file
+    is then added, it gets this number. So the settings of the next run include it, and differ.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
@@ -675,7 +678,8 @@ def add_shards(cfg, files, finished):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     start = finished[-1].end if finished else Place(0, 0, 0)
     shards = list(finished)
-    write_manifest(cfg, files, shards)  # without the shards that find_finished() has left out
+    # If files of shards are missing, the old manifest still lists them, so replace it.
+    write_manifest(cfg, files, shards)
     batches = read_batches([url for url, size in files], start.file_number, start.row)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,

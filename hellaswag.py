@@ -124,10 +124,9 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # An ending follows its context after a space, for example " he sings". It cannot be encoded by
-    # itself, because some tokenizers add a start token or a space at the beginning of every text.
-    # So encode "a he sings", and remove as many tokens as encode("a") has, including the start
-    # token if there is one
+    # To get the tokens of " he sings", encode "a he sings" and remove as many tokens as encode("a")
+    # has. encode(" he sings") would be wrong with some tokenizers, which add a start token or a
+    # space at the beginning of every text
     n_tokens_of_a = len(encode("a"))
     endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings
@@ -329,11 +328,11 @@ def score(args):
     """
     examples = itertools.islice(iterate_examples("val"), args.limit)
     model, encode = load_model(args.model, args.device)
-    # Like the published scores, these are computed in float32, except that GPUs may use TF32, which
-    # is faster. TF32 rounds only the inputs of matrix multiplications, so the logits remain exact
-    # enough. bfloat16 would round the logits, too. That is too inexact, because GPT-2's logits are
-    # near -35, where neighbouring bfloat16 numbers differ by 1/4. (train_gpt2.py scores in the
-    # dtype of training, so its scores may differ slightly from those that this command prints.)
+    # Like the published scores, these scores are computed in float32. GPUs may use TF32, which is
+    # faster and rounds only the inputs of matrix multiplications. bfloat16 would also round the
+    # logits, which is not precise enough: GPT-2's logits are near -35, where neighbouring bfloat16
+    # numbers differ by 1/4. (train_gpt2.py scores in the dtype of training, so its scores may
+    # differ slightly from those that this command prints.)
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

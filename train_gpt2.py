@@ -1,7 +1,7 @@
 """Train GPT-2 from scratch, in one file, on a CPU or on many GPUs.
 
-    python train_gpt2.py     # without shards: train a small GPT on input.txt
-    python fineweb.py        # tokenize FineWeb-Edu into edu_fineweb10B/*.npy
+    python train_gpt2.py     # train a small GPT on input.txt, if there are no token shards yet
+    python fineweb.py        # tokenize FineWeb-Edu into token shards, edu_fineweb10B/*.npy
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
     tail -f log/log.txt      # lines of the form "<step> <metric> <value>"
 
@@ -145,7 +145,7 @@ PLACEHOLDER = 2.0**17  # no real weight is this large
 def draw_later(layer, std=0.02):
     """Fill a layer's weight with placeholders, set its bias to 0, and return the layer.
 
-    init_weights() later replaces the placeholders with draws from Normal(0, std).
+    init_weights() later replaces each placeholder with a draw from Normal(0, std).
 
     For edits: you may set elements of the weight to other values after this call. You must not
     scale or copy the weight before init_weights(). If you do, the script stops with an error before
@@ -183,7 +183,7 @@ class GPTConfig:
     """
     block_size: int = 1024   # longest context, in tokens
     n_vocab: int = 50257     # number of token ids (transformers calls this number vocab_size)
-    vocab_size: int = 50304  # as in nanoGPT, the padded number: n_vocab rounded up by padded()
+    vocab_size: int = 50304  # n_vocab rounded up by padded(); nanoGPT also uses this name for it
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -349,8 +349,9 @@ class GPT(nn.Module):
 def build_model(cfg, gpt_config, weights=None):
     """Return the GPT of a run, with initial weights or with those in `weights`.
 
-    cfg is the Config of the run. weights: the Weights in init_from, from which training starts, or
-    None. (When a run is resumed, they are the Weights in its checkpoint instead.)
+    cfg is the Config of the run. weights: what read_weights() returned for init_from. It is None if
+    training starts from scratch, and also if a run is resumed, since the weights in its checkpoint
+    are loaded after this function has returned.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
@@ -390,11 +391,11 @@ class DataLoaderLite:
     def locate(self, row):
         """Return the index of the shard that a row is read from, and the token at which it begins.
 
-        Example: shards 0, 1 and 2 have 3, 5 and 4 pieces, and T is 10. Row 17 is read in epoch 1,
-        after 5 other rows. If this epoch reads the shards in the order 2, 0, 1, then 4 of these 5
-        rows are from shard 2, and one is from shard 0. If the pieces of shard 0 are read in the
-        order 1, 2, 0, then row 17 is piece 2, which begins at token 20. (The comments below give
-        the values in this example.)
+        Example: shards 0, 1 and 2 have 3, 5 and 4 pieces, and T is 10. Epoch 1 reads rows 12 to 23,
+        so row 17 is the sixth. If this epoch reads the shards in the order 2, 0, 1, then the four
+        pieces of shard 2 come first, and row 17 is the second piece that is read from shard 0. If
+        the pieces of shard 0 are read in the order 1, 2, 0, then this is piece 2, which begins at
+        token 20. (The comments below give the values in this example.)
         """
         epoch, n_read = divmod(row, self.rows_per_epoch)          # 1, 5
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1
@@ -406,9 +407,9 @@ class DataLoaderLite:
         piece_order = order_of(n_pieces, self.shuffle, self.seed, epoch, shard)  # 1, 2, 0
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
-            # In this epoch, pieces begin `shift` tokens earlier (less than T). The first piece
-            # cannot, so it still begins at token 0 and overlaps the second one. Multiples of
-            # 0.618 T, modulo T, are far apart, so consecutive epochs get different pieces
+            # In this epoch, pieces begin `shift` tokens earlier, where shift < T. (The first piece
+            # cannot, so it still begins at token 0.) The factor 0.618, the golden ratio, makes the
+            # shifts of consecutive epochs very different
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -416,7 +417,7 @@ class DataLoaderLite:
     def read(self, row, B):
         """Return the tokens of rows `row` to row + B - 1 as an array (B, T + 1).
 
-        The array is int64, because torch has no uint16 arithmetic.
+        The array is int64, because torch can neither index with uint16 nor store -100 in it.
         """
         tokens = np.empty((B, self.T + 1), dtype=np.int64)
         for b in range(B):
@@ -476,7 +477,7 @@ def get_lr(step, cfg):
 def newton_schulz(G):
     """Push the singular values of wide matrices G (n, rows, columns) towards 1.
 
-    Each iteration turns a singular value x into a x + b x^3 + c x^5 (Jordan et al. 2024).
+    Each iteration maps each singular value x to a * x + b * x^3 + c * x^5 (Jordan et al. 2024).
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # the slope at 0 is steep, so small values grow quickly
     X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now no singular value exceeds 1
@@ -664,8 +665,9 @@ def loss_weights(batches):
     read_step() sets targets to -100.)
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    n_per_process = sum_over_ranks(n_targets.sum()) / world_size()
-    return n_targets / n_per_process
+    total = sum_over_ranks(n_targets.sum())  # over all micro-batches of all processes
+    mean_per_process = total / world_size()
+    return n_targets / mean_per_process
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
@@ -713,10 +715,10 @@ def step_optimizers(state, cfg, norm):
 
     A group that configure_optimizers() built with max_lr gets the learning rate of get_lr(). A
     group that was built with a different one, such as Muon's, follows a scaled copy of the same
-    curve. Each group keeps the hyperparameters that it was built with in group["initial"].
+    curve. build_state() has stored the values that each group was built with in group["initial"].
     """
     for optimizer in state.optimizers:
-        keep_initial_values(optimizer)  # For edits: groups may have been added during training
+        keep_initial_values(optimizer)  # For edits: do this for groups added during training, too
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
@@ -753,8 +755,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
-            # written at a step from which the run can be resumed already, such as step 0)
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (If the run
+            # can already be resumed from this step, nothing is written)
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -779,6 +781,18 @@ def train(run):
 
 
 # ==== Part two: what long runs need in practice
+#
+# How a run starts and ends:
+#
+#     main() calls run_command(), which calls
+#         resolve_config()     sets the constants, and finds the weights or the checkpoint
+#         set_up()             opens the data, and calls
+#             build_run()      builds what train() uses:
+#                 build_model()         the model, with initial weights or those in init_from
+#                 build_state()         the optimizers and State
+#                 restore_checkpoint()  if a run is resumed: all weights and the rest of State
+#         train()              calls finish() at the end
+#
 # ---- Checkpoints. A checkpoint is a dict with these entries:
 #
 #     state         State.state_dict(), from which a run is resumed
@@ -790,7 +804,7 @@ def train(run):
 #     data          the fingerprint of the training data
 #     code          the checksum of the code
 #
-# A tensor that occurs twice, such as a weight of raw_model and eval_model, is stored only once.
+# A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once.
 # When a run is resumed, its constants and data must be the same as in the checkpoint, and the
 # script reports if the code is different (see check_same_training). The functions of this section
 # convert State to "state" and back
@@ -820,13 +834,13 @@ def is_stateful(value):
 def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
-    A stateful attribute (see is_stateful) is loaded in place. Any other attribute is set, even if
-    State does not have it yet, since an edit of train_step() may have created it. An attribute that
-    is not in `saved` keeps its value.
+    Objects with load_state_dict(), such as the model, are loaded in place. Raise ValueError if one
+    of them is not in `saved`. Any other attribute is set to its saved value. If it was not saved,
+    it keeps its value.
 
-    Raise ValueError if a stateful attribute is not in `saved`, or if `saved` contains a dict for an
-    attribute that is neither stateful nor a dict. (This dict is probably the state_dict() of an
-    object that the code no longer creates.)
+    For edits: the code may have changed since `saved` was saved. An attribute that only `saved` has
+    is set, too, since an edit of train_step() may have created it. But if it is a dict, raise
+    ValueError, since it probably is the state_dict() of an object that the code no longer creates.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
@@ -982,8 +996,8 @@ def in_todays_form(content):
 def rename_entries(content):
     """Return the content with new names. Until 23 November 2026, entries had different names."""
     content = dict(content)
-    # If an edit averaged the weights, "model" was the average and "trained" was raw_model.
-    # Otherwise there was no "trained"
+    # "model" held the weights for evaluation. Only if an edit averaged the weights, there was also
+    # "trained", which held those of raw_model
     content["eval_model"] = content.pop("model")
     content["raw_model"] = content.pop("trained", content["eval_model"])
     content |= content.pop("numbers", {})  # the numbers in State, such as `step`
@@ -994,9 +1008,9 @@ def rename_entries(content):
     return content
 
 def move_into_state(content):
-    """Return the content with the attributes of State in an entry "state" of their own.
+    """Return the content with the attributes of State moved into an entry named "state".
 
-    Until 24 November 2026, they stood beside the other entries.
+    Until 24 November 2026, they were stored at the top level.
     """
     others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
     state = {name: value for name, value in content.items() if name not in others}
@@ -1074,13 +1088,14 @@ def load_hugging_face(name):
     try:
         import transformers
         transformers.logging.disable_progress_bar()
-        hf, info = transformers.GPT2LMHeadModel.from_pretrained(name, output_loading_info=True)
-        c = hf.config
+        hf_model, info = transformers.GPT2LMHeadModel.from_pretrained(
+            name, output_loading_info=True)
+        c = hf_model.config
         # n_vocab here is vocab_size in transformers
         model = GPT(GPTConfig(
             block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
             n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
-        source, target = hf.state_dict(), model.state_dict()
+        source, target = hf_model.state_dict(), model.state_dict()
         if info["missing_keys"]:  # transformers has given these weights random values
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
         if unknown := source.keys() - target.keys():
@@ -1090,7 +1105,7 @@ def load_hugging_face(name):
             # target[key] shares its memory with the model. Only its first rows are overwritten,
             # since our embedding is padded
             target[key][:len(weight)].copy_(weight)
-        check_same_function(model, hf, end_of_text=c.vocab_size - 1)
+        check_same_function(model, hf_model, end_of_text=c.vocab_size - 1)
     except Exception as e:  # files and networks may raise anything
         raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
                         f"be loaded as a Hugging Face GPT-2 ({first_line(e)}): check the name."
@@ -1106,30 +1121,30 @@ def save_hugging_face(model, folder, encoding=None):
     model = copy.deepcopy(model).to("cpu")  # check_same_function() compares on the CPU
     c = model.config
     end = encoding.eot_token if encoding else c.n_vocab - 1
-    hf = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+    hf_model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
         vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
         n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
         n_ctx=c.block_size))  # llama.cpp's converter requires n_ctx
-    hf.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
+    hf_model.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
     weights = {}
     for key, weight in model.state_dict().items():
         if key in ("transformer.wte.weight", "lm_head.weight"):
             weight = weight[:c.n_vocab]
         weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
     try:
-        hf.load_state_dict(weights)
-        check_same_function(model, hf, end)
+        hf_model.load_state_dict(weights)
+        check_same_function(model, hf_model, end)
         tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
     except (RuntimeError, ValueError) as e:
         raise UserError("transformers would give different results "
                         f"({first_line(e)})") from None
     transformers.logging.disable_progress_bar()
-    hf.save_pretrained(folder, max_shard_size="50GB")  # in one file
+    hf_model.save_pretrained(folder, max_shard_size="50GB")  # in one file
     if encoding:
         tokenizer.save_pretrained(folder)
 
 @torch.no_grad()
-def check_same_function(ours, hf, end_of_text):
+def check_same_function(ours, hf_model, end_of_text):
     """Raise ValueError if our model and a Hugging Face model return different logits.
 
     Both models must be on the CPU.
@@ -1139,7 +1154,7 @@ def check_same_function(ours, hf, end_of_text):
     # Put an end-of-text token in the middle. If an edit stops attention there, the logits differ,
     # because transformers' model has no such rule
     idx[0, c.block_size // 2] = end_of_text
-    theirs = hf.float().eval()(idx).logits
+    theirs = hf_model.float().eval()(idx).logits
     differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:  # also true for NaN
         raise ValueError(f"logits differ by {differences.max():.1%}")
@@ -1332,16 +1347,15 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def find_weights(cfg, checkpoint):
-    """Return the Weights that build_model() loads, and which determine the model's shape, or None.
+    """Return the Weights that determine the model's shape, or None if Config determines it.
 
     Which weights these are depends on the command:
 
     - --sample: the weights to sample from, in init_from or, if this is "scratch", in log_dir
     - a new run with init_from: the weights in init_from, with which training starts
-    - a resumed run that began with init_from: those in its checkpoint, so that the model has the
-      shape that it had when the run began. (build_run() then loads the whole checkpoint, which
-      replaces them)
-    - a run that begins or began from scratch: None, since Config determines the shape
+    - a resumed run that began with init_from: the weights in its checkpoint, so that the model has
+      the shape that it had when the run began
+    - a run that begins or began from scratch: None
 
     checkpoint: the one from which a run is resumed. Raise UserError if weights cannot be read.
     """
@@ -1364,8 +1378,7 @@ def constants_set_by_weights(weights, preset_name, flags):
 
     They always determine the model's constants, apart from dropout, and the encoding if it is
     known. With FINETUNE, they also determine max_lr and T, unless FINETUNE or a flag sets these.
-    (Otherwise T is independent of the weights, and check_weights_fit() checks that it is not above
-    their block_size.)
+    (If T is set elsewhere, check_weights_fit() checks that it is not above their block_size.)
     """
     names = asdict(Config()).keys() - {"dropout"}
     constants = {name: value for name, value in weights.gpt_config.items() if name in names}
@@ -1408,7 +1421,7 @@ def describe_weights(weights, constants, cfg_without_weights):
 def check_config(cfg):
     """Raise UserError for values of constants that cannot work.
 
-    make_config() has refused numbers below 0 already.
+    make_config() has already refused negative numbers.
     """
     for name in ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens"):
         if getattr(cfg, name) < 1:
@@ -1459,7 +1472,7 @@ def sum_over_ranks(tensor):
     return tensor
 
 def print0(text):
-    """Print a text, on rank 0 only. Use a single write, because the saving thread also prints."""
+    """Print text on rank 0 only. Use a single write, because the saving thread also prints."""
     if rank() == 0:
         # Ignore the OSError of a full disk, and the RuntimeError that is raised when a signal
         # handler prints during another print
@@ -1468,8 +1481,8 @@ def print0(text):
 
 def join_processes(device):
     """Form the group of all processes that torchrun started."""
-    # torch.distributed.nn, which DDP(...) imports, keeps a reference to the process group if there
-    # is one. Python may then abort on exit. To avoid this, import it before there is a group
+    # DDP(...) imports torch.distributed.nn. If it is first imported when a process group exists, it
+    # keeps a reference to the group, and Python may abort on exit. So import it before
     import torch.distributed.nn  # noqa: F401
     # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
     # for each restart keeps them from finding the addresses of dead processes
@@ -1599,9 +1612,9 @@ def find_shards(folder):
     return sorted(Path(folder).glob("*_train_*.npy")), sorted(Path(folder).glob("*_val_*.npy"))
 
 def open_shard(shard):
-    """Return the token ids (N,) of a shard. Memory-map a path, and return an array unchanged.
+    """Return the token ids (N,) of a shard, which is a path or already an array.
 
-    Raise UserError if the file is damaged.
+    A file is memory-mapped. Raise UserError if it is damaged.
     """
     if not isinstance(shard, Path):
         return shard
@@ -1730,7 +1743,7 @@ def unsavable_part(content):
     if isinstance(content, (list, tuple)):
         bad_parts = (unsavable_part(part) for part in content)
         return next((bad for bad in bad_parts if bad is not None), None)
-    # copy_to_host() converts np.number to a Python number
+    # np.number is allowed because copy_to_host(), which comes later, makes it a Python number
     plain = content is None or isinstance(content, (bool, int, float, str, np.number, torch.Tensor))
     return None if plain else content
 
@@ -1932,8 +1945,8 @@ class RunFolder:
 def copy_to_host(content, buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
 
-    buffers: the buffers of the previous copy, or {}. Their memory is used again, which is faster
-    than allocating memory, and each tensor is copied anew.
+    buffers: the buffers of the previous copy, or {}. They are overwritten and used again, which is
+    faster than allocating new ones.
     The key of a buffer is the address, shape, stride and dtype of the tensor that it holds. Weights
     keep their address, so each copy finds the buffers of the previous one. Tied weights have the
     same address, so they share a buffer and are saved only once.
@@ -1966,7 +1979,7 @@ def open_log(path, step):
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
         is_complete = line.endswith(b"\n")  # a power cut may have left half a line
-        # Lines that a user has added do not match. They are kept if they stand before `step`
+        # Lines that a user has added do not match. They are kept if they come before `step`
         match = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
         if not is_complete or (match and int(match[1]) >= step):
             break
@@ -2057,17 +2070,18 @@ def check_weights_fit(weights, cfg, encoding):
 def build_run(cfg, gpt_config, device, loaders, weights=None, checkpoint=None, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
 
-    loaders: the training loader and the validation loader. weights: those that build_model() loads.
-    checkpoint: the one from which the run is resumed.
+    loaders: the training loader and the validation loader. weights: those from which a new run
+    starts. checkpoint: the one from which a run is resumed.
     """
     train_loader, val_loader = loaders
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, gpt_config, weights).to(device)
+    # The checkpoint of a resumed run replaces all weights, so do not load others before
+    raw_model = build_model(cfg, gpt_config, weights=None if checkpoint else weights).to(device)
     state = build_state(raw_model, cfg, dtype)
     if checkpoint:
-        load_checkpoint(state, checkpoint, cfg.log_dir)
+        restore_checkpoint(state, checkpoint, cfg.log_dir)
     if compiled:
         raw_model.compile()
     return Run(
@@ -2093,8 +2107,11 @@ def build_state(raw_model, cfg, dtype):
     check_can_be_saved(state.state_dict())
     return state
 
-def load_checkpoint(state, checkpoint, log_dir):
-    """Load the State in a checkpoint from log_dir. Raise UserError if it does not fit the code."""
+def restore_checkpoint(state, checkpoint, log_dir):
+    """Restore the State in `checkpoint`, the content of a checkpoint in log_dir.
+
+    Raise UserError if it does not fit the code.
+    """
     try:
         state.load_state_dict(checkpoint["state"])
     except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
@@ -2160,7 +2177,10 @@ def report(run, step, metric, value, note="", print_always=False):
         print0(f"{step:5d}/{run.cfg.max_steps} {metric} {formatted(value, 4)}{note}")
 
 def formatted(value, digits):
-    """Return a number as text. Numbers below 0.001, as an edit may report, get an exponent."""
+    """Return a number as text, in scientific notation if it is below 0.001.
+
+    For edits: an edited script may report such small numbers.
+    """
     return f"{value:.{digits}e}" if 0 < abs(value) < 1e-3 else f"{value:.{digits}f}"
 
 def write_log(run, step, metric, value):
@@ -2318,7 +2338,7 @@ def plot_curves(folder):
         for name in names:
             points = np.array([(rows_before(cfg, step) * cfg.T / 1e6, value)
                                for step, value in metrics[name]])
-            # For smoothing, replace each n points by their mean. Leave out an incomplete last group
+            # For smoothing, replace every n points with their mean. Drop an incomplete last group
             n = 1 + len(points) // 200
             groups = points[:len(points) // n * n].reshape(-1, n, 2)
             tokens, values = groups.mean(axis=1).T

@@ -203,14 +203,14 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match="has the state of AdamW, but the code uses SGD"):
-            t.load_checkpoint(t.build_state(model, cfg, torch.float32), saved, "run")
+            t.restore_checkpoint(t.build_state(model, cfg, torch.float32), saved, "run")
     # The average of an edit would not start from the weights in the checkpoint
     @dataclasses.dataclass
     class Averaged(t.State):
         average: torch.nn.Module = dataclasses.field(default_factory=lambda: torch.nn.Linear(1, 1))
     with mock.patch.object(t, "State", Averaged):
         with pytest.raises(t.UserError, match="checkpoint does not contain State.average"):
-            t.load_checkpoint(t.build_state(model, cfg, torch.float32), saved, "run")
+            t.restore_checkpoint(t.build_state(model, cfg, torch.float32), saved, "run")
 
 def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
     """The checksum covers the code and the modules beside it, but not comments or constants.
@@ -525,8 +525,8 @@ def test_a_parameter_without_an_optimizer_or_with_two_or_without_values_is_repor
 
 def frozen_positions(arrange, _):
     """Freeze the position embedding."""
-    def build_model(*args):
-        model = real(*args)
+    def build_model(*args, **words):
+        model = real(*args, **words)
         model.transformer.wpe.requires_grad_(False)
         return model
     real, arrange.t.build_model = arrange.t.build_model, build_model
@@ -744,8 +744,8 @@ def scaled_mlp(arrange, scale):
     """Multiply the output of each MLP by an attribute that build_model() sets."""
     def forward(self, x):
         return self.scale * real_forward(self, x)
-    def build_model(*args):
-        model = real_build(*args)
+    def build_model(*args, **words):
+        model = real_build(*args, **words)
         for block in model.transformer.h:
             block.mlp.scale = scale
         return model
