@@ -702,11 +702,46 @@ class Check:
         if changed:
             notes.append(f"this changed during training and is not saved: {changed}. If later "
                          "steps depend on it, make it an attribute of State.")
+        notes += self.notes_about_progress() + self.notes_about_processes()
         return notes + self.notes_about_metrics() + notes_about_constants(self.base.log)
+
+    def notes_about_progress(self):
+        """Return a note if the loss falls much less than without the edit."""
+        try:
+            log = self.committed().log
+            first, last, without = float(log[0, "val"]), last_val(self.base.log), last_val(log)
+        except (Unchecked, KeyError, ValueError):  # an edit may not validate at these steps
+            return []
+        if without > first or first - last > 0.7 * (first - without):
+            return []
+        return [f"after {self.plan.options.steps} steps, val is {last:.2f}, and {without:.2f} "
+                f"without the edit (before the first step, {first:.2f}). If the edit is not meant "
+                "to slow down training, check signs and factors."]
+
+    def notes_about_processes(self):
+        """Return a note if processes have different values in State."""
+        try:
+            names = [] if self.plan.no_processes else self.result("two").report["state_differs"]
+        except Failed:  # a verdict has said so
+            names = []
+        return [f"State.{name} is not the same in both processes, and a checkpoint holds only that "
+                "of rank 0. If training depends on it, compute it from values of all processes."
+                for name in names]
+
+    def noise_of_metrics(self):
+        """Return {metric: how much a tiny change of the initial weights changes it}."""
+        try:
+            log, nudged = self.result("half").log, self.result("nudged").log
+        except Failed:
+            return {}
+        noise = defaultdict(float)
+        for key in log.keys() & nudged.keys():
+            noise[key[1]] = max(noise[key[1]], abs(float(log[key]) - float(nudged[key])))
+        return noise
 
     def notes_about_metrics(self):
         """Return notes on metrics that an edit has added and that depend on B or on processes."""
-        notes, plan = [], self.plan
+        notes, plan, noise = [], self.plan, self.noise_of_metrics()
         pairs = [("base", "half", f"with B={plan.B}", f"with B={plan.half_B}")]
         if not plan.no_processes:
             pairs.append(("half", "two", "with one process", "with two processes"))
@@ -718,7 +753,8 @@ class Check:
             for step, metric in sorted(one.keys() & two.keys()):
                 a, b = float(one[step, metric]), float(two[step, metric])
                 own = metric not in {*LOSSES, "norm", *self.unsteady}
-                if own and abs(a - b) > 0.01 * max(abs(a), abs(b)) and self.repeats:
+                allowed = max(1e-4 * max(abs(a), abs(b)), 10 * noise.get(metric, math.inf))
+                if own and abs(a - b) > allowed and self.repeats:
                     notes.append(f"{metric} is {a:g} {in_one} and {b:g} {in_two}, at step {step}. "
                                  "If it should describe the whole step, take its mean over all "
                                  "micro-batches and processes. If it reads batches by itself, "

@@ -6,6 +6,7 @@ The process runs the edited train_gpt2.py, watches what training does, and then 
 model. It writes its findings, including the notes, to report.json.
 """
 import ast
+import contextlib
 import inspect
 import json
 import math
@@ -19,7 +20,7 @@ import time
 import traceback
 import zlib
 from collections import Counter, defaultdict, deque
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -97,8 +98,20 @@ def train_and_report(t, train, run, job):
         report["embedded"] = embedded
         notes = report["notes"] + found["notes"] + notes_about_modes(run.cfg, found["modes"])
         report |= found | {"notes": notes}
+    report["state_differs"] = differs_between_processes(run.state)
     if os.environ.get("RANK", "0") == "0":
         Path(job["folder"], "report.json").write_text(json.dumps(report))
+
+def differs_between_processes(state):
+    """Return the names of the attributes of State that are not the same in all processes."""
+    if not torch.distributed.is_initialized():
+        return []
+    mine = {name: [crc_of(part) for _, part in tensors_of(value)] or repr(value)
+            for name, value in state.state_dict().items()
+            if name not in ("raw_model", "optimizers", "scaler", "minutes")}
+    everyones = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(everyones, mine)
+    return [name for name in mine if any(other.get(name) != mine[name] for other in everyones)]
 
 def watch_forward_passes(run, report):
     """Record in the report what forward passes do. Return a list, to which training adds rows.
@@ -106,20 +119,24 @@ def watch_forward_passes(run, report):
     "draws": whether those with gradient draw from torch's generator; "draws_without_grad": whether
     the others do; "seeds": whether any of them seeds it; "embedded": the number of token ids that
     the embedding got in those with gradient; "shifted": what share_of_shifted_rows() returned
-    for some of these. The list gets up to 16 rows (T,) of each of the first
-    of these passes, as arrays of token ids.
+    for some of these; "new_targets": (the number of rows whose targets are not part of the training
+    data, the number of rows that were looked up). The list gets up to 16 rows (T,) of each of the
+    first of these passes, as arrays of token ids.
     """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
     get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
-    states, rows = [], []
+    states, rows, loader = [], [], run.train_loader
     report |= {"draws": False, "draws_without_grad": False, "seeds": False, "embedded": 0,
-               "shifted": []}
+               "shifted": [], "new_targets": (0, 0)}
 
     def before(model, args):
         states.append((get_state(), torch.initial_seed()))
         if torch.is_grad_enabled() and len(rows) < MOST_ROWS and args:
             rows.extend(args[0][:16].cpu().numpy())
             report["shifted"].append(share_of_shifted_rows(*args))
+            new, looked_up = report["new_targets"]
+            more_new, more = rows_of_new_targets(loader, *args)
+            report["new_targets"] = (new + more_new, looked_up + more)
 
     def after(model, args, outputs):
         state, seed = states.pop()
@@ -144,6 +161,18 @@ def share_of_shifted_rows(x, y=None, *args):
     counted = y[:, :-1] >= 0
     agree = ((y[:, :-1] == x[:, 1:]) & counted).sum(1) >= 0.5 * counted.sum(1)  # (B,)
     return agree.float().mean().item()
+
+def rows_of_new_targets(loader, x, y=None, *args):
+    """Return how many rows of targets y (B, T) are not part of the training text, and of how many.
+
+    Rows with ignored targets are not looked up. Nor are rows of shards, because a DataLoaderLite does
+    not keep all of their tokens in memory.
+    """
+    shard = loader.shards[0] if len(getattr(loader, "shards", ())) == 1 else None
+    if not isinstance(shard, np.ndarray) or not torch.is_tensor(y) or y.dim() != 2:
+        return 0, 0
+    rows = [row for row in y[:4].cpu().numpy() if len(row) >= SHORTEST_ROW and row.min() >= 0]
+    return len(rows) - count_parts(rows, shard[:MOST_TOKENS].astype(np.uint32)), len(rows)
 
 def training_and_validation(t, run, loader, rows):
     """Return what training and the validation with a loader have in common.
@@ -199,7 +228,8 @@ class Watched:
     """What notes() needs to know about a training run. Create it before training starts."""
     def __init__(self, t, run):
         self.loaders = watch_validation(t)
-        self.nonzero, self.with_zeros = watch_gradients(run)
+        self.nonzero, self.magnitudes, self.with_zeros = watch_gradients(run)
+        self.factors = watch_learning_rates(t, run)
         self.between = watch_average(run.state)
         self.clipped = watch_clipping()
         self.seeds = watch_seeds(run.state)
@@ -220,6 +250,9 @@ class Watched:
                 self.integers, integers_of(state), state.step - self.first_step)
             notes += notes_about_zeros(self.with_zeros & self.nonzero.keys())
             notes += notes_about_elements(state.raw_model, self.nonzero)
+            notes += notes_about_magnitudes(self.magnitudes) + notes_about_factors(self.factors)
+            notes += notes_about_shared_parameters(state.raw_model)
+            notes += notes_about_second_weights(state)
             notes += notes_about_attributes(state.raw_model, report["changed"])
             notes += notes_about_groups(state.optimizers) + notes_about_copies(state)
             notes += notes_about_average(state, self.begin) + self.between
@@ -227,6 +260,8 @@ class Watched:
             notes += notes_about_clipping(state, self.clipped)
             notes += notes_about_seeds(self.seeds)
             notes += notes_about_repeated_rows(rows) + notes_about_shifts(report["shifted"])
+            notes += notes_about_new_targets(*report["new_targets"])
+            notes += notes_about_order(t, run)
             for loader in self.loaders:
                 if loader is not run.val_loader:
                     notes += notes_about_validation(training_and_validation(t, run, loader, rows))
@@ -290,26 +325,52 @@ def watch_seeds(state):
     return seeds
 
 def watch_gradients(run):
-    """Return what optimizers find in each step: {name: where a gradient was not 0}, and a set.
+    """Return what optimizers find in each step, as two dicts and a set.
 
-    The dict maps the name of a parameter that has got a gradient to a bool tensor of its shape. The
-    set is for the names of parameters whose gradient was a tensor of zeros in some step.
+    The first is {name: where a gradient was not 0 in some step, as a bool tensor}. The second is,
+    for large parameters, {name: how many different absolute values other than 0 the gradient had
+    in the first step}. The set has the names of parameters whose gradient was a tensor of zeros in
+    some step except the first.
     """
     names = {id(p): name for name, p in run.state.raw_model.named_parameters()}
-    nonzero, with_zeros = {}, set()
+    nonzero, with_zeros, magnitudes = {}, set(), {}
+    state, first_step = run.state, run.state.step
 
     def before_step(optimizer, args, kwargs):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 name = names.get(id(p))
                 if p.grad is not None and p.grad.any():
+                    if name not in nonzero:
+                        values = p.grad.flatten()[:2**16].abs()
+                        if values.count_nonzero() >= 1000:
+                            magnitudes[name] = len(values[values > 0].unique())
                     nonzero[name] = nonzero.get(name, False) | (p.grad != 0)
-                elif p.grad is not None:
+                elif p.grad is not None and state.step > first_step:
                     with_zeros.add(name)
     for optimizer in run.state.optimizers:
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(before_step)
-    return nonzero, with_zeros
+    return nonzero, magnitudes, with_zeros
+
+def watch_learning_rates(t, run):
+    """Return {group: factors}, to which each step adds a group's lr divided by the scheduled one.
+
+    A group is named by its optimizer's class and its number.
+    """
+    state, cfg, factors = run.state, run.cfg, defaultdict(set)
+
+    def before_step(optimizer, args, kwargs):
+        for i, group in enumerate(optimizer.param_groups):
+            initial = group.get("initial", {}).get("lr", 0.0)
+            scheduled = initial * t.get_lr(state.step, cfg) / cfg.max_lr
+            if scheduled > 0:
+                name = f"group {i} of {type(optimizer).__name__}"
+                factors[name].add(round(float(group["lr"]) / scheduled, 9))
+    for optimizer in state.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(before_step)
+    return factors
 
 def watch_average(state):
     """Return a list, to which a note is added if eval_model changes between two optimizers' steps.
@@ -379,7 +440,7 @@ def notes_about_code(source):
     return notes
 
 def arguments_never_passed(tree, node):
-    """Return the arguments with a default in the __init__ of a class that no call passes.
+    """Return the arguments of a class's __init__ that default to 0, None or False, in each call.
 
     Return [] if the class is never called, or called with *args or **kwargs.
     """
@@ -397,7 +458,9 @@ def arguments_never_passed(tree, node):
             return []
         passed |= {*names[:len(call.args)], *keywords}
     with_default = names[len(names) - len(init.args.defaults):]
-    return [name for name in with_default if name not in passed]
+    # A default such as 4 is probably meant as a constant
+    return [name for name, default in zip(with_default, init.args.defaults)
+            if name not in passed and ast.unparse(default) in ("0", "0.0", "None", "False")]
 
 def kept_in_loop(function):
     """Return the names of local variables that the while loop of a function changes.
@@ -464,9 +527,65 @@ def notes_about_zeros(names):
     if not names:
         return []
     some = ", ".join(sorted(map(str, names))[:4])
-    return [f"the gradient of {some} is 0 in some steps ({len(names)} parameters). The optimizer "
-            "still changes them then, by weight decay and momentum. To keep a parameter unchanged "
-            "in a step, set p.grad = None."]
+    return [f"the gradient of {some} is 0 in some steps ({len(names)} in all). The optimizer still "
+            "changes such parameters then, by weight decay and momentum. To keep a parameter "
+            "unchanged in a step, set p.grad = None."]
+
+def notes_about_magnitudes(magnitudes):
+    """Return a note if the gradient of a matrix has only a few different absolute values.
+
+    magnitudes: see watch_gradients().
+    """
+    few = [name for name, number in magnitudes.items() if number <= 8]
+    if not few:
+        return []
+    return [f"the elements of the gradient of {few[0]} have only {magnitudes[few[0]]} different "
+            f"absolute value(s) ({len(few)} such parameters). Perhaps an operation without a "
+            "gradient, such as round(), is applied to it, so that only a common factor is trained."]
+
+def notes_about_factors(factors):
+    """Return a note if a group's lr is always the same multiple of the scheduled one, but not 1.
+
+    factors: see watch_learning_rates().
+    """
+    return [f"in each step, the learning rate of {name} is {min(values):g} times the one that its "
+            "schedule gives. If this factor should accumulate, note that step_optimizers() sets lr "
+            "anew in each step." for name, values in factors.items()
+            if max(values) - min(values) < 1e-6 and abs(min(values) - 1) > 1e-6]
+
+def notes_about_shared_parameters(model):
+    """Return a note on parameters that have several names, except the tied embedding."""
+    names = defaultdict(list)
+    for name, p in model.named_parameters(remove_duplicate=False):
+        names[id(p)].append(name)
+    shared = [of_one for of_one in names.values()
+              if len(of_one) > 1 and set(of_one) != {"transformer.wte.weight", "lm_head.weight"}]
+    if not shared:
+        return []
+    return [f"{', '.join(shared[0][:4])} are the same parameter. If they should be different ones, "
+            "create each of them: [f()] * n repeats one object, but [f() for _ in range(n)] creates "
+            "n of them."]
+
+def notes_about_second_weights(state):
+    """Return a note if an optimizer's state holds weights that are similar to those of the model.
+
+    This is not noted if eval_model is a different model, which then may have these weights.
+    """
+    if state.eval_model is not state.raw_model:
+        return []
+    names = {id(p): name for name, p in state.raw_model.named_parameters() if p.dim() > 1}
+    for optimizer in state.optimizers:
+        for p, values in optimizer.state.items():
+            for key, value in values.items():
+                if id(p) not in names or not torch.is_tensor(value) or value.shape != p.shape:
+                    continue
+                cosine = torch.cosine_similarity(p.detach().flatten(), value.flatten(), dim=0)
+                if cosine > 0.9:
+                    return [f"{type(optimizer).__name__} keeps {key!r}, which is similar to the "
+                            f"weights (of {names[id(p)]}, for example). If validation, samples and "
+                            "the export should use other weights than training, return them in "
+                            "State.eval_model."]
+    return []
 
 def notes_about_elements(model, nonzero):
     """Return a note on matrices in which most elements never got a gradient, except embeddings.
@@ -546,7 +665,7 @@ def notes_about_average(state, begin):
     with torch.no_grad():
         gap = math.hypot(*(float((a - b).norm()) for a, b in zip(mine, averaged)))
         moved = math.hypot(*(float((a - b).norm()) for a, b in zip(mine, begin)))
-    if gap > 0.03 * moved:
+    if gap > 0.005 * moved:
         return []
     return ["eval_model has almost the same weights as raw_model at the end. If it should be an "
             "average, check that it has begun, that it copies weights (clone()), and that its two "
@@ -587,6 +706,37 @@ def notes_about_repeated_rows(rows):
             "that their gradients should be added up, and which of the losses is reported. "
             "Otherwise check read_step()."]
 
+def notes_about_new_targets(new, looked_up):
+    """Return a note if targets of training do not occur in the training text.
+
+    new: the number of rows whose targets do not. looked_up: the number of rows.
+    """
+    if new <= 0.05 * looked_up:
+        return []
+    return [f"the targets of {new} of {looked_up} rows are not part of the training text. If an "
+            "edit puts noise into the inputs, check that it leaves the targets as they are."]
+
+def notes_about_order(t, run):
+    """Return a note if the order of earlier tokens has no influence in a model with one layer.
+
+    With more layers, it may have a small influence through the causal mask alone.
+    """
+    config = replace(run.state.raw_model.config, n_layer=1)
+    model = t.GPT(config, run.cfg.seed).to(run.device)
+    x, _ = run.val_loader.batch(0, 1, run.device)
+    reversed_order, other = x.clone(), x.clone()
+    reversed_order[:, :-1] = x[:, :-1].flip(1)
+    other[:, :-1] = x[:, -1:]
+    with torch.no_grad():
+        logits, turned, changed = (model(ids)[0][:, -1].float()
+                                   for ids in (x, reversed_order, other))
+    influence = (changed - logits).abs().max().item()
+    if influence < 1e-5 or (turned - logits).abs().max().item() > 1e-2 * influence:
+        return []
+    return ["in a model with one layer, the order of the earlier tokens has no influence on the "
+            "logits at the last one. If the model should know positions, check that they are used "
+            "along the right dimension."]
+
 def notes_about_shifts(shares):
     """Return a note if rows of training have targets that are not the next tokens.
 
@@ -614,6 +764,17 @@ def notes_about_validation(both):
     return ["validation_loss() also reads data on which the model is trained: "
             f"{both['equal_rows']} of {both['rows']} training rows are part of it."]
 
+@contextlib.contextmanager
+def buffers_restored(model):
+    """At the end, restore the buffers of a model, which a forward pass in training may change."""
+    before = {name: b.clone() for name, b in model.named_buffers()}
+    try:
+        yield
+    finally:
+        for name, b in model.named_buffers():
+            if name in before and before[name].shape == b.shape:
+                b.copy_(before[name])
+
 def notes_about_targets(model, x, y):
     """Return a note if training predicts a target from inputs that come after it.
 
@@ -630,7 +791,8 @@ def notes_about_targets(model, x, y):
         for targets in (y, other):
             torch.manual_seed(0)
             outputs.clear()
-            loss = model(x, targets)[1]
+            with buffers_restored(model):
+                loss = model(x, targets)[1]
             gradients.append(torch.autograd.grad(loss, outputs[0])[0].float())  # (B, T, C)
     finally:
         hook.remove()
@@ -664,7 +826,7 @@ def notes_in_training_mode(model, x, y):
 class WatchDimensions(torch.overrides.TorchFunctionMode):
     """Records operations that normalize over a dimension other than the last one.
 
-    found: {description: None}
+    It also records attention that cannot become sharp. found: {description: None}
     """
     DEFAULTS = {"normalize": 1, "softmax": None, "log_softmax": None, "logsumexp": None}
 
@@ -675,20 +837,38 @@ class WatchDimensions(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         x = args[0] if args else None
+        if name == "scaled_dot_product_attention" and len(args) > 1:
+            self.found |= dict.fromkeys(notes_about_attention(*args[:2], kwargs.get("scale")))
         if name in self.DEFAULTS and torch.is_tensor(x) and x.dim() > 1:
             position = 2 if name == "normalize" else 1  # of dim, in args
             dim = kwargs.get("dim", args[position] if len(args) > position else self.DEFAULTS[name])
             place = places_in_scripts("".join(traceback.format_stack()))
             if isinstance(dim, int) and dim % x.dim() != x.dim() - 1 and place:
                 self.found[f"{name}() works over dimension {dim} of a tensor of shape "
-                           f"{tuple(x.shape)} ({place[-1]})"] = None
+                           f"{tuple(x.shape)} ({place[-1]}). Check that this is the right "
+                           "dimension."] = None
         return func(*args, **kwargs)
 
+def notes_about_attention(q, k, scale):
+    """Return a note if the norms of queries and keys are constant and too small for attention.
+
+    q, k: (..., head_dim). scale: the factor of the products q k, or None for 1 / sqrt(head_dim).
+    """
+    norms = [x.detach().float().norm(dim=-1) for x in (q, k)]
+    scale = q.size(-1) ** -0.5 if scale is None else float(scale)
+    largest = scale * norms[0].max().item() * norms[1].max().item()
+    vary = any((norm.max() - norm.min() > 1e-2 * norm.max()).item() for norm in norms)
+    if vary or largest >= 1:
+        return []
+    return [f"queries and keys are normalized, and their products are at most {largest:.2g} after "
+            "scaling. So attention is almost uniform. Give scaled_dot_product_attention() a "
+            "larger scale."]
+
 def notes_about_dimensions(model, x, y):
-    """Return notes on softmax(), normalize() and so on over dimensions other than the last one."""
+    """Return notes on softmax() and so on over unusual dimensions, and on attention."""
     with WatchDimensions() as watch:
         model(x, y)
-    return [f"{text}. Check that this is the right dimension." for text in watch.found]
+    return list(watch.found)
 
 def notes_about_loss(model, x, y):
     """Return a note if additional terms make up much of the training loss.
@@ -783,8 +963,9 @@ def examine(run, tolerance):
     try:
         logits = raw_model(x)[0].float()
         raw_model.train()  # late, because a forward pass may change buffers
+        with buffers_restored(raw_model):
+            gap = (raw_model(x)[0].float() - logits).abs().max().item()
         report["later_in_training"] = leak_problem(raw_model, x, tolerance / 10)
-        gap = (raw_model(x)[0].float() - logits).abs().max().item()
         report["modes"] = gap if gap > tolerance * max(1.0, logits.abs().max().item()) else 0.0
     except Exception as e:
         report["later_in_training"] = f"{type(e).__name__}: {e}"

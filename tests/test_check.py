@@ -422,7 +422,7 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, eval_model=model, optimizers=[adamw],
         state_dict=lambda: {"raw_model": model.state_dict(), "mean": [torch.ones(2)]}))
-    nonzero, with_zeros = check_run.watch_gradients(run)
+    nonzero, _, with_zeros = check_run.watch_gradients(run)
     model.layers[0](model.weight).sum().backward()
     model.decayed.grad = torch.zeros(2)
     adamw.step()
@@ -707,7 +707,7 @@ def test_matrices_with_few_gradients_are_noted():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, optimizers=[optimizer]))
-    nonzero, _ = check_run.watch_gradients(run)
+    nonzero, _, _ = check_run.watch_gradients(run)
     for column in (0, 1):
         optimizer.zero_grad()
         model(torch.tensor([1]))[:, column].sum().backward()
