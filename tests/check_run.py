@@ -165,8 +165,8 @@ def share_of_shifted_rows(x, y=None, *args):
 def rows_of_new_targets(loader, x, y=None, *args):
     """Return how many rows of targets y (B, T) are not part of the training text, and of how many.
 
-    Rows with ignored targets are not looked up. Nor are rows of shards, because a DataLoaderLite does
-    not keep all of their tokens in memory.
+    Rows with ignored targets are not looked up, and neither are rows of shards, because their
+    tokens are not all in memory.
     """
     shard = loader.shards[0] if len(getattr(loader, "shards", ())) == 1 else None
     if not isinstance(shard, np.ndarray) or not torch.is_tensor(y) or y.dim() != 2:
@@ -563,8 +563,8 @@ def notes_about_shared_parameters(model):
     if not shared:
         return []
     return [f"{', '.join(shared[0][:4])} are the same parameter. If they should be different ones, "
-            "create each of them: [f()] * n repeats one object, but [f() for _ in range(n)] creates "
-            "n of them."]
+            "create each of them: [f()] * n repeats one object, and [f() for _ in range(n)] creates "
+            "n objects."]
 
 def notes_about_second_weights(state):
     """Return a note if an optimizer's state holds weights that are similar to those of the model.
