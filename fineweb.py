@@ -462,14 +462,14 @@ def start_workers(nprocs, encoding_name):
     If a signal arrives meanwhile, this process waits until all workers have started, and then ends.
     (If it ended at once, a worker that is still starting would print a traceback.)
     """
-    with signals_postponed(), signals_blocked():
+    with own_signals_postponed(), signals_blocked_for_children():
         return [Worker(encoding_name) for _ in range(nprocs)]
 
 @contextlib.contextmanager
-def signals_blocked():
+def signals_blocked_for_children():
     """Block STOP_SIGNALS in this thread.
 
-    Processes that it starts inherit the block and keep it, so they never receive these signals.
+    Child processes that are started meanwhile inherit the block and keep it.
     """
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
@@ -483,7 +483,7 @@ def signals_blocked():
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
 
 @contextlib.contextmanager
-def signals_postponed():
+def own_signals_postponed():
     """Record STOP_SIGNALS that this process receives, and raise them again at the end.
 
     Blocking would not be enough for this process: it applies to one thread, and the system may
@@ -555,13 +555,10 @@ class Shard(NamedTuple):
     end: Place
 
 def settings_of(cfg, files, shards):
-    """Return {name: value} for everything that determines the content of these Shards.
+    """Return {name: value} of everything that these Shards are made from.
 
-    These are shard_size, encoding, and the names and sizes of all files up to the one in which the
-    last shard ends. Later files may be added or changed before the next run.
-
-    If the shards contain the whole corpus, the last one ends at file_number len(files). If a file
-    is then added, it gets this number. So the settings of the next run include it, and differ.
+    It contains shard_size, encoding, and the name and size of each file up to the one in which the
+    last shard ends (see Place). The manifest has it as "settings".
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
@@ -625,6 +622,8 @@ def find_finished(cfg, files):
     manifest = folder / "manifest.json"
     if manifest.exists():
         before, shards = read_manifest(manifest)
+        # Files after the last shard may have been added or changed. But if the shards contain the
+        # whole corpus, an added file has the number at which the last shard ends, so it is in `now`
         now = settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]

@@ -172,7 +172,8 @@ def prepare(examples, model, encode=gpt2_encode):
 
     examples: dicts like those from iterate_examples(). encode: a function from a text to the
     model's token ids. The model's context length is block_size or max_position_embeddings in its
-    config, or 1024 if the config has neither. Questions that are too long are cut to fit it.
+    config, or 1024 if the config has neither. Questions that are too long are cut to fit it. The
+    model's device determines the size of the batches.
     """
     config = getattr(model, "config", None)
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))

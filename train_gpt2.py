@@ -139,7 +139,7 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
 # weights are drawn in two steps: draw_later() fills the weight of a layer with a placeholder, and
 # when GPT.__init__ has built all layers, init_weights() puts random numbers in place of the
-# placeholders
+# placeholders. (The value of the placeholder shows where an edit has changed a weight too early)
 PLACEHOLDER = 2.0**17  # no real weight is this large
 
 def draw_later(layer, std=0.02):
@@ -148,8 +148,8 @@ def draw_later(layer, std=0.02):
     init_weights() later replaces each placeholder with a draw from Normal(0, std).
 
     For edits: you may set elements of the weight to other values after this call. You must not
-    scale or copy the weight before init_weights(). If you do, the script stops with an error before
-    the first step.
+    scale or copy the weight before init_weights(). If you do, check_parameters() reports this
+    before the first step.
     """
     nn.init.constant_(layer.weight, PLACEHOLDER)
     layer.weight.init_std = std
@@ -408,8 +408,8 @@ class DataLoaderLite:
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
             # In this epoch, pieces begin `shift` tokens earlier, where shift < T. (The first piece
-            # cannot, so it still begins at token 0.) The factor 0.618, the golden ratio, makes the
-            # shifts of consecutive epochs very different
+            # cannot, so it still begins at token 0.) With the factor 0.618, the shifts of
+            # consecutive epochs are very different
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -553,12 +553,26 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
               dict(params=[p for p in others if p.dim() < 2], weight_decay=0.0)]
     # betas and eps are as in GPT-3 (Brown et al. 2020, appendix B). With fused=True, one kernel
     # updates all parameters
-    adamw = torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
-    if not for_muon:
-        return [adamw]
-    muon = Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio, weight_decay=cfg.weight_decay,
-                dtype=muon_dtype)
-    return [adamw, muon]
+    optimizers = [
+        torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)]
+    if for_muon:
+        optimizers.append(Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio,
+                               weight_decay=cfg.weight_decay, dtype=muon_dtype))
+    for optimizer in optimizers:
+        keep_initial_values(optimizer)
+    return optimizers
+
+def keep_initial_values(optimizer):
+    """Store the hyperparameters that each group was built with, such as lr, in group["initial"].
+
+    step_optimizers() derives learning rates from them. A checkpoint contains only hyperparameters
+    that have changed since. For edits: if you add an optimizer or a group during training, call
+    this function for it, too.
+    """
+    for group in optimizer.param_groups:
+        if "initial" not in group:
+            group["initial"] = {name: value for name, value in group.items()
+                                if name not in ("params", "param_names")}
 
 # ---- Training
 @dataclass
@@ -579,7 +593,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # spent on steps so far, except the first step after each start
+    minutes: float = 0.0          # time spent on steps, except the first one after each start
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -655,33 +669,29 @@ def read_step(run):
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
-def loss_weights(batches):
-    """Return the weight of each micro-batch in the loss of a step, (micro-batches,).
+def relative_counts(batches):
+    """Return the number of targets in each micro-batch, divided by the mean of all micro-batches.
 
-    backward() adds up the gradients of a process's micro-batches, and DDP then takes the mean over
-    the processes. With these weights, the result is the mean over all targets of the step: each
-    micro-batch counts in proportion to its number of targets. Usually all micro-batches have the
-    same number of targets, so each weight is 1 / len(batches). (The numbers differ if an edit of
-    read_step() sets targets to -100.)
+    For edits: each is 1, unless an edit of read_step() masks targets (sets them to -100). With
+    these factors, the loss of a step is the exact mean over the targets that are left.
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    total = sum_over_ranks(n_targets.sum())  # over all micro-batches of all processes
-    mean_per_process = total / world_size()
-    return n_targets / mean_per_process
+    mean = sum_over_ranks(n_targets.sum()) / (world_size() * len(batches))
+    return n_targets / mean
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
 
-    The mean of the processes' losses is the mean over all targets of the step. The norm is measured
-    before clipping, and is the same in all processes. Both values are tensors on the device, so the
-    CPU need not wait for the GPU. (In float16 it does wait, since GradScaler has to know whether a
-    gradient overflowed.)
+    The loss of the step is the mean of the processes' losses. The norm is measured before clipping,
+    and is the same in all processes. Both values are tensors on the device, so the CPU need not
+    wait for the GPU. (In float16 it does wait, since GradScaler has to know whether a gradient
+    overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    for (row, x, y), weight in zip(batches, loss_weights(batches)):
+    for (row, x, y), relative_count in zip(batches, relative_counts(batches)):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
         # run repeats it. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
@@ -693,9 +703,10 @@ def train_step(run):
         with ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # backward() adds up gradients. The weights (usually 1 / len(batches)) turn the sum
-            # into a mean
-            loss = loss * weight
+            # backward() adds up the gradients of the micro-batches, but the gradient of the step is
+            # their mean. So divide each loss by the number of micro-batches
+            loss = loss / len(batches)
+            loss = loss * relative_count  # For edits: 1, unless targets are masked
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
@@ -715,10 +726,9 @@ def step_optimizers(state, cfg, norm):
 
     A group that configure_optimizers() built with max_lr gets the learning rate of get_lr(). A
     group that was built with a different one, such as Muon's, follows a scaled copy of the same
-    curve. build_state() has stored the values that each group was built with in group["initial"].
+    curve.
     """
     for optimizer in state.optimizers:
-        keep_initial_values(optimizer)  # For edits: do this for groups added during training, too
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
@@ -727,16 +737,6 @@ def step_optimizers(state, cfg, norm):
             state.scaler.step(optimizer)
         optimizer.zero_grad()
     state.scaler.update()
-
-def keep_initial_values(optimizer):
-    """Store the hyperparameters that each group was built with, such as lr, in group["initial"].
-
-    Groups that have this entry already are left as they are.
-    """
-    for group in optimizer.param_groups:
-        if "initial" not in group:
-            group["initial"] = {name: value for name, value in group.items()
-                                if name not in ("params", "param_names")}
 
 def due(every, run):
     """Return whether an action with the interval `every` (in steps, 0 = never) is due now.
@@ -785,7 +785,7 @@ def train(run):
 # How a run starts and ends:
 #
 #     main() calls run_command(), which calls
-#         resolve_config()     sets the constants, and finds the weights or the checkpoint
+#         resolve_config()     sets the constants, and reads the weights or the checkpoint
 #         set_up()             opens the data, and calls
 #             build_run()      builds what train() uses:
 #                 build_model()         the model, with initial weights or those in init_from
@@ -877,8 +877,8 @@ def moved(content, device):
 # ---- Checkpoints of optimizers. When a run is resumed, hyperparameters come from the code, so that
 # an edit takes effect. The exceptions are values that training has changed, such as a step count
 # that an optimizer stores in its groups: they come from the checkpoint. (lr is one of them, but
-# step_optimizers() computes it anew from the lr in the code.) To find the changed ones,
-# build_state() keeps the initial values. A checkpoint contains only values that differ from these
+# step_optimizers() computes it anew from the lr in the code.) A checkpoint contains only values
+# that differ from those that keep_initial_values() has stored
 def changed_values(group):
     """Return the entries of an optimizer group that are not the same in group["initial"]."""
     initial, changed = group.get("initial", {}), {}
@@ -955,7 +955,7 @@ def checkpoint_to_use(folder):
     # The validation losses of the steps that have a checkpoint
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
     best = min(losses, key=losses.get, default=None)
-    last_validated = max(losses, default=None)
+    last_validated = max(losses, default=None)  # a step, like `best`
     if best != last_validated:  # the loss has risen again
         path = found[best]
         try:
@@ -1192,20 +1192,16 @@ def weights_in_checkpoint(content, source):
 def gpt_config_of_run(cfg, encoding, weights=None):
     """Return the GPTConfig of a run's model.
 
-    Without `weights`, it follows from cfg and the encoding. With `weights`, it is the one that is
-    stored with them, except for constants that they do not determine.
+    Constants that are also in Config have the values in cfg. (If there are weights,
+    resolve_config() has set cfg to the values that belong to them.) The other constants come from
+    the weights or, for a new model, from T and the encoding.
     """
-    # The constants in both classes are n_layer, n_head, n_embd, dropout, and those that you add
-    shared = asdict(GPTConfig()).keys() & asdict(cfg).keys()
-    in_cfg = {name: getattr(cfg, name) for name in shared}
-    if weights is None:
-        return GPTConfig(block_size=cfg.T, vocab_size=padded(encoding.n_vocab),
-                         n_vocab=encoding.n_vocab, **in_cfg)
-    # Weights do not determine dropout, or constants that were added to the code after they were
-    # written. Take these from cfg
-    return gpt_config_of_weights(weights, {
-        name: value for name, value in in_cfg.items()
-        if name == "dropout" or name not in weights.gpt_config})
+    in_both = asdict(GPTConfig()).keys() & asdict(cfg).keys()
+    values = {name: getattr(cfg, name) for name in in_both}
+    if weights:
+        return gpt_config_of_weights(weights, values)
+    return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
+                     vocab_size=padded(encoding.n_vocab), **values)
 
 def gpt_config_of_weights(weights, replacements):
     """Return the GPTConfig stored with the weights, with some values replaced.
@@ -1259,27 +1255,31 @@ def main():
             os._exit(1)  # a normal exit would wait for other processes, which may wait for this one
         sys.exit(1)
 
+@dataclass
+class Start:
+    """Where a command starts: the model to build, and what to load into it."""
+    gpt_config: GPTConfig
+    weights: Weights | None  # for a new run with init_from, and for --sample
+    checkpoint: dict | None  # from which a run is resumed, as returned by read_checkpoint()
+
 def run_command(flags):
     """Train, or print samples. flags: {name: text} of the flags that were given."""
     # The device comes first, because processes need it to find each other
     device = pick_device(flags.get("device", Config.device))
     if "RANK" in os.environ:
         join_processes(device)
-    cfg, weights, checkpoint, first_lines = resolve_config(flags, device)
+    cfg, start, first_lines = resolve_config(flags, device)
     if cfg.sample:
-        sample_only(cfg, device, weights)
+        sample_only(cfg, start, device)
         return
     print0(first_lines)
-    run = set_up(cfg, device, weights, checkpoint)
-    del weights, checkpoint  # free their memory
+    run = set_up(cfg, start, device)
+    del start  # frees the memory of the weights or the checkpoint
     with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
         train(run)
 
 def resolve_config(flags, device=torch.device("cpu")):
-    """Return (cfg, weights, checkpoint, the first lines to print).
-
-    weights: what find_weights() returns. checkpoint: the content of the newest checkpoint in
-    log_dir, from which a run is resumed. It is None for a new run and for --sample.
+    """Return the Config, the Start and the first lines to print.
 
     Each constant gets its value from the last of these sources that sets it:
 
@@ -1315,7 +1315,10 @@ def resolve_config(flags, device=torch.device("cpu")):
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, weights, checkpoint, lines
+    gpt_config = gpt_config_of_run(cfg, get_encoding(cfg.encoding), weights)
+    # When a run is resumed, find_weights() only determines gpt_config: all weights that the run
+    # needs are in its checkpoint
+    return cfg, Start(gpt_config, None if checkpoint else weights, checkpoint), lines
 
 def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
@@ -1378,7 +1381,7 @@ def constants_set_by_weights(weights, preset_name, flags):
 
     They always determine the model's constants, apart from dropout, and the encoding if it is
     known. With FINETUNE, they also determine max_lr and T, unless FINETUNE or a flag sets these.
-    (If T is set elsewhere, check_weights_fit() checks that it is not above their block_size.)
+    (If T is set elsewhere, check_model_fits() checks that it is not above their block_size.)
     """
     names = asdict(Config()).keys() - {"dropout"}
     constants = {name: value for name, value in weights.gpt_config.items() if name in names}
@@ -1989,23 +1992,20 @@ def open_log(path, step):
 
 # ---- Setting up a run. The log and the export in log_dir are not touched until the data, the
 # checkpoint and the model have been checked
-def set_up(cfg, device, weights=None, checkpoint=None):
-    """Return the Run for train(). weights, checkpoint: what resolve_config() returned.
+def set_up(cfg, start, device):
+    """Return the Run for train(). cfg, start: what resolve_config() returned.
 
-    Raise UserError if the data, the weights, the checkpoint and the code do not fit together.
+    Raise UserError if the data, the checkpoint and the code do not fit together.
     """
-    encoding = get_encoding(cfg.encoding)
+    checkpoint, encoding = start.checkpoint, get_encoding(cfg.encoding)
+    check_model_fits(start.gpt_config, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
-    if weights:
-        check_weights_fit(weights, cfg, encoding)
-    gpt_config = gpt_config_of_run(cfg, encoding, weights)
-    max_steps = final_max_steps(cfg, gpt_config, device, loaders, weights, checkpoint)
-    cfg = replace(cfg, max_steps=max_steps)
+    cfg = replace(cfg, max_steps=final_max_steps(cfg, start, device, loaders))
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
-    run = build_run(cfg, gpt_config, device, loaders, weights, checkpoint, folder)
+    run = build_run(cfg, start, device, loaders, folder)
     catch_signals(run.signal_came)
     warnings = warnings_about(run, checkpoint)
     folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
@@ -2013,15 +2013,23 @@ def set_up(cfg, device, weights=None, checkpoint=None):
     print0("\n".join(lines))
     return run
 
-def final_max_steps(cfg, gpt_config, device, loaders, weights, checkpoint):
+def check_model_fits(gpt_config, cfg, encoding):
+    """Raise UserError if a model has the wrong vocabulary or too short a context."""
+    n_vocab, block_size = gpt_config.n_vocab, gpt_config.block_size
+    if n_vocab != encoding.n_vocab or cfg.T > block_size:
+        raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
+                        f"context of {block_size}, but encoding={cfg.encoding} has "
+                        f"{encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
+
+def final_max_steps(cfg, start, device, loaders):
     """Return max_steps. With `minutes`, it depends on the speed, and with `epochs`, on the data.
 
     A resumed run with `minutes` keeps the max_steps that was measured when it began.
     """
-    if cfg.minutes and checkpoint:
-        return checkpoint["constants"]["max_steps"]
+    if cfg.minutes and start.checkpoint:
+        return start.checkpoint["constants"]["max_steps"]
     if cfg.minutes:
-        return steps_that_fit(cfg, gpt_config, device, loaders, weights)
+        return steps_that_fit(cfg, start, device, loaders)
     if cfg.epochs:
         train_loader, _ = loaders
         return steps_for_epochs(cfg, train_loader.rows_per_epoch)
@@ -2034,13 +2042,13 @@ def steps_for_epochs(cfg, rows_per_epoch):
         max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
     return max_steps
 
-def steps_that_fit(cfg, gpt_config, device, loaders, weights):
+def steps_that_fit(cfg, start, device, loaders):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
     The trial steps use a separate Run without a folder, which is then discarded.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
-    run = build_run(replace(cfg, hellaswag_every=0), gpt_config, device, loaders, weights)
+    run = build_run(replace(cfg, hellaswag_every=0), start, device, loaders)
     seconds = []
     for _ in range(20):
         start = time.perf_counter()
@@ -2059,29 +2067,20 @@ def steps_that_fit(cfg, gpt_config, device, loaders, weights):
            f"use --max_steps={steps}")
     return steps
 
-def check_weights_fit(weights, cfg, encoding):
-    """Raise UserError if weights have the wrong vocabulary or too short a context."""
-    n_vocab, block_size = weights.gpt_config["n_vocab"], weights.gpt_config["block_size"]
-    if n_vocab != encoding.n_vocab or cfg.T > block_size:
-        raise UserError(f"{weights.source} has {n_vocab} tokens and a context of {block_size}, but "
-                        f"encoding={cfg.encoding} has {encoding.n_vocab} and T={cfg.T}: change "
-                        "--encoding or --T.")
-
-def build_run(cfg, gpt_config, device, loaders, weights=None, checkpoint=None, folder=None):
+def build_run(cfg, start, device, loaders, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
 
-    loaders: the training loader and the validation loader. weights: those from which a new run
-    starts. checkpoint: the one from which a run is resumed.
+    start: a Start. loaders: the training loader and the validation loader. folder: a RunFolder, or
+    None for trial steps.
     """
     train_loader, val_loader = loaders
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    # The checkpoint of a resumed run replaces all weights, so do not load others before
-    raw_model = build_model(cfg, gpt_config, weights=None if checkpoint else weights).to(device)
+    raw_model = build_model(cfg, start.gpt_config, start.weights).to(device)
     state = build_state(raw_model, cfg, dtype)
-    if checkpoint:
-        restore_checkpoint(state, checkpoint, cfg.log_dir)
+    if start.checkpoint:
+        restore_checkpoint(state, start.checkpoint, cfg.log_dir)
     if compiled:
         raw_model.compile()
     return Run(
@@ -2103,7 +2102,7 @@ def build_state(raw_model, cfg, dtype):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
     for optimizer in state.optimizers:
-        keep_initial_values(optimizer)
+        keep_initial_values(optimizer)  # For edits: also of optimizers that an edit adds to State
     check_can_be_saved(state.state_dict())
     return state
 
@@ -2370,10 +2369,10 @@ def print_sample(run):
             text = sample_text(state.eval_model, run.encoding, cfg, seed=cfg.seed + state.step)
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
-def sample_only(cfg, device, weights):
-    """Print cfg.sample samples from the given weights, computed in float32."""
-    encoding = get_encoding(cfg.encoding)
-    model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights), weights).to(device)
+def sample_only(cfg, start, device):
+    """Print cfg.sample samples from the weights in `start`, computed in float32."""
+    encoding, weights = get_encoding(cfg.encoding), start.weights
+    model = build_model(cfg, start.gpt_config, weights).to(device)
     if is_of_other_code(weights.code):
         print0(f"!!! {weights.source} was written by different code.")
     print0(f"Samples from {weights.source}:")
@@ -2468,8 +2467,7 @@ def export(run):
         else:  # a new model with max_steps=0 has no checkpoint
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(content, str(checkpoint_path or "the model"))
-        gpt_config = gpt_config_of_run(run.cfg, run.encoding, weights)
-        model = build_model(run.cfg, gpt_config, weights)
+        model = build_model(run.cfg, run.state.raw_model.config, weights)
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and hellaswag.py")
     except Exception as e:  # for example, transformers may be missing

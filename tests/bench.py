@@ -248,7 +248,8 @@ def training_run(**constants):
     cfg = t.Config(**dict(data=".", hellaswag_every=0, device=DEVICE) | constants)
     t.check_config(cfg)
     cfg = dataclasses.replace(cfg, B=t.fitting_B(cfg))
-    run = t.set_up(cfg, t.pick_device(cfg.device))
+    start = t.Start(t.gpt_config_of_run(cfg, t.get_encoding(cfg.encoding)), None, None)
+    run = t.set_up(cfg, start, t.pick_device(cfg.device))
     with run.folder.executor:  # its end waits for a save in progress
         yield run
 

@@ -563,8 +563,8 @@ def notes_about_shared_parameters(model):
     if not shared:
         return []
     return [f"{', '.join(shared[0][:4])} are the same parameter. If they should be different ones, "
-            "create each of them: [f()] * n repeats one object, and [f() for _ in range(n)] creates "
-            "n objects."]
+            "create each of them: [f()] * n repeats one object, but [f() for _ in range(n)] "
+            "creates n objects."]
 
 def notes_about_second_weights(state):
     """Return a note if an optimizer's state holds weights that are similar to those of the model.

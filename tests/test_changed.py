@@ -285,6 +285,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
     # An edit may replace the optimizers during training
     run.ddp_model = run.state.raw_model
     run.state.optimizers = [torch.optim.SGD(run.state.raw_model.parameters(), lr=2 * cfg.max_lr)]
+    t.keep_initial_values(run.state.optimizers[0])
     t.train_step(run)
     group = run.state.optimizers[0].param_groups[0]
     assert group["lr"] == pytest.approx(2 * t.get_lr(4, cfg))
@@ -295,9 +296,10 @@ def muon_state(saved=None, **in_group):
     in_group: numbers that replace those of Muon's group, as after an edit.
     """
     optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
-    optimizers[1].param_groups[0].update(in_group)
-    for optimizer in optimizers:
-        t.keep_initial_values(optimizer)  # as build_state() does
+    group = optimizers[1].param_groups[0]
+    group.update(in_group)
+    del group["initial"]
+    t.keep_initial_values(optimizers[1])  # as at the end of an edited configure_optimizers()
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
     if saved:
         state.load_state_dict(saved)
@@ -343,7 +345,8 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
     weights = t.Weights("x", {"n_layer": 2}, "bytes", tensors={}, code=None)
-    assert t.gpt_config_of_run(t.Config(), t.get_encoding("bytes"), weights).n_layer == 2
+    cfg = t.Config(n_layer=2)
+    assert t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights).n_layer == 2
 
 def average_and_running_mean(arrange, attribute):
     """Add attributes to State: torch's average of weights, a mean, a minimum and a history."""

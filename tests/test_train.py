@@ -60,8 +60,8 @@ def test_the_quick_start_and_then_the_full_run(tmp_path, monkeypatch):
     assert float(bits) == pytest.approx(float(val) / np.log(2), abs=1e-3)  # each token is one byte
     save_shards(tmp_path / "edu_fineweb10B")
     monkeypatch.chdir(tmp_path)
-    cfg, *_, lines = t.resolve_config({})  # the settings of the same command now
-    assert cfg == t.Config() and "settings  Config" in lines
+    cfg, _, lines = t.resolve_config({"encoding": "bytes"})  # the settings with shards
+    assert cfg == t.Config(encoding="bytes") and "settings  Config" in lines
 
 def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch):
     """A text file is trained with SMALL, and a folder of shards with the defaults in Config."""
@@ -74,9 +74,9 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     assert all(f"{name}={expected[name]!r}" in lines for name in t.SMALL)
     assert "SMALL" in lines and "Quick start" not in lines
     save_shards(tmp_path / "shards")
-    cfg, weights, checkpoint, lines = t.resolve_config(given | {"data": "shards"})
-    assert cfg == t.Config(data="shards", n_layer=5, seed=7)
-    assert weights is None and checkpoint is None
+    cfg, start, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
+    assert cfg == t.Config(data="shards", encoding="bytes", n_layer=5, seed=7)
+    assert start.weights is None and start.checkpoint is None and start.gpt_config.n_layer == 5
     assert "Config" in lines and "SMALL" not in lines
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
@@ -90,8 +90,9 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     weights = t.Weights("weights", decided, "bytes", {}, code=None)
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
-    cfg, found, checkpoint, lines = t.resolve_config(given)
-    assert found is weights and checkpoint is None
+    cfg, start, lines = t.resolve_config(given)
+    assert start.weights is weights and start.checkpoint is None
+    assert (start.gpt_config.block_size, start.gpt_config.dropout) == (100, 0.1)
     assert "FINETUNE" in lines and "T=64 (not 1024)" in lines
     assert "weights   weights sets n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
     expected = t.FINETUNE | given | dict(n_layer=2, n_head=3, n_embd=12, T=64, encoding="bytes",
