@@ -757,8 +757,9 @@ class Check:
                 if own and abs(a - b) > allowed and self.repeats:
                     notes.append(f"{metric} is {a:g} {in_one} and {b:g} {in_two}, at step {step}. "
                                  "If it should describe the whole step, take its mean over all "
-                                 "micro-batches and processes. If it reads batches by itself, "
-                                 "check their row numbers.")
+                                 "micro-batches and processes, and apply functions such as exp() "
+                                 "to the mean. If it reads batches by itself, check their row "
+                                 "numbers.")
                     break
         return notes if not plan.dropout else []
 
