@@ -467,10 +467,7 @@ def start_workers(nprocs, encoding_name):
 
 @contextlib.contextmanager
 def signals_blocked_for_children():
-    """Block STOP_SIGNALS in this thread.
-
-    Child processes that are started meanwhile inherit the block and keep it.
-    """
+    """Block STOP_SIGNALS in this thread, so that child processes inherit the block and keep it."""
     if not hasattr(signal, "pthread_sigmask"):  # Windows
         yield
         return
@@ -622,8 +619,9 @@ def find_finished(cfg, files):
     manifest = folder / "manifest.json"
     if manifest.exists():
         before, shards = read_manifest(manifest)
-        # Files after the last shard may have been added or changed. But if the shards contain the
-        # whole corpus, an added file has the number at which the last shard ends, so it is in `now`
+        # Files after the one in which the last shard ends may have been added or changed. But if the
+        # shards contain the whole corpus, Place.file_number of their end is the number of an added
+        # file. So this file is in `now`, but not in `before`
         now = settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]

@@ -139,8 +139,9 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
 # weights are drawn in two steps: draw_later() fills the weight of a layer with a placeholder, and
 # when GPT.__init__ has built all layers, init_weights() puts random numbers in place of the
-# placeholders. (The value of the placeholder shows where an edit has changed a weight too early)
-PLACEHOLDER = 2.0**17  # no real weight is this large
+# placeholders. A placeholder is so large that check_parameters() recognizes it in a weight that an
+# edit has scaled or copied too early
+PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
     """Fill a layer's weight with placeholders, set its bias to 0, and return the layer.
@@ -565,9 +566,8 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
 def keep_initial_values(optimizer):
     """Store the hyperparameters that each group was built with, such as lr, in group["initial"].
 
-    step_optimizers() derives learning rates from them. A checkpoint contains only hyperparameters
-    that have changed since. For edits: if you add an optimizer or a group during training, call
-    this function for it, too.
+    step_optimizers() derives learning rates from them. For edits: if you add an optimizer or a
+    group during training, call this function for it, too.
     """
     for group in optimizer.param_groups:
         if "initial" not in group:
@@ -584,7 +584,7 @@ class State:
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. Any other attribute raises an error before the first
     step. To derive an attribute from the weights with which the run starts (for example a copy of
-    them), add a method __post_init__(self).
+    them), add a method __post_init__(self). When a run is resumed, its saved value is restored.
 
     raw_model is the GPT without the DDP wrapper. If it is compiled, it is compiled in place, so
     raw_model(idx) runs the compiled code.
@@ -670,10 +670,11 @@ def read_step(run):
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
 def relative_counts(batches):
-    """Return the number of targets in each micro-batch, divided by the mean of all micro-batches.
+    """Return the number of targets in each micro-batch, divided by the mean number in this step.
 
-    For edits: each is 1, unless an edit of read_step() masks targets (sets them to -100). With
-    these factors, the loss of a step is the exact mean over the targets that are left.
+    For edits: each result is 1, unless an edit of read_step() masks targets (sets them to -100).
+    With these factors, the loss of a step is the exact mean over the targets that are left. The
+    mean number is taken over the micro-batches of all processes.
     """
     n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(n_targets.sum()) / (world_size() * len(batches))
@@ -839,8 +840,9 @@ def restore_state(state, saved):
     it keeps its value.
 
     For edits: the code may have changed since `saved` was saved. An attribute that only `saved` has
-    is set, too, since an edit of train_step() may have created it. But if it is a dict, raise
-    ValueError, since it probably is the state_dict() of an object that the code no longer creates.
+    is set, too, since an edit of train_step() may have created it. But raise ValueError for a dict
+    if State has no dict or object in its place: it probably is the state_dict() of an object that
+    the code no longer creates.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
@@ -1192,9 +1194,9 @@ def weights_in_checkpoint(content, source):
 def gpt_config_of_run(cfg, encoding, weights=None):
     """Return the GPTConfig of a run's model.
 
-    Constants that are also in Config have the values in cfg. (If there are weights,
-    resolve_config() has set cfg to the values that belong to them.) The other constants come from
-    the weights or, for a new model, from T and the encoding.
+    Constants that are also in Config have the values in cfg, into which resolve_config() has
+    already copied those of the weights. The other constants come from the weights or, for a new
+    model, from T and the encoding.
     """
     in_both = asdict(GPTConfig()).keys() & asdict(cfg).keys()
     values = {name: getattr(cfg, name) for name in in_both}
@@ -1316,8 +1318,8 @@ def resolve_config(flags, device=torch.device("cpu")):
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
     gpt_config = gpt_config_of_run(cfg, get_encoding(cfg.encoding), weights)
-    # When a run is resumed, find_weights() only determines gpt_config: all weights that the run
-    # needs are in its checkpoint
+    # If a run is resumed, the weights have determined the constants, but need not be loaded: the
+    # checkpoint contains all weights of the run
     return cfg, Start(gpt_config, None if checkpoint else weights, checkpoint), lines
 
 def choose_data(flags):
@@ -2051,10 +2053,10 @@ def steps_that_fit(cfg, start, device, loaders):
     run = build_run(replace(cfg, hellaswag_every=0), start, device, loaders)
     seconds = []
     for _ in range(20):
-        start = time.perf_counter()
+        before = time.perf_counter()
         loss, _ = train_step(run)
         loss.item()  # waits for the GPU
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.perf_counter() - before)
     seconds = sum_over_ranks(torch.tensor(seconds, device=run.device)) / world_size()  # (20,)
     del run
     gc.collect()  # a compiled model is part of a reference cycle, which would keep its memory
@@ -2102,7 +2104,7 @@ def build_state(raw_model, cfg, dtype):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
     for optimizer in state.optimizers:
-        keep_initial_values(optimizer)  # For edits: also of optimizers that an edit adds to State
+        keep_initial_values(optimizer)  # For edits: State may have added an optimizer
     check_can_be_saved(state.state_dict())
     return state
 
