@@ -620,8 +620,8 @@ def find_finished(cfg, files):
     if manifest.exists():
         before, shards = read_manifest(manifest)
         # Files after the one in which the last shard ends may be new or changed. But if the shards
-        # contain the whole corpus, Place.file_number of their end is the number of an added file. So
-        # this file is in `now`, but not in `before`
+        # contain the whole corpus, Place.file_number of their end is the number of an added file.
+        # So this file is in `now`, but not in `before`
         now = settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]
