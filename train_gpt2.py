@@ -418,7 +418,7 @@ class DataLoaderLite:
     def read(self, row, B):
         """Return the tokens of rows `row` to row + B - 1 as an array (B, T + 1).
 
-        The array is int64, because torch can neither index with uint16 nor store -100 in it.
+        The array is int64, because torch cannot use uint16 numbers as indices.
         """
         tokens = np.empty((B, self.T + 1), dtype=np.int64)
         for b in range(B):
@@ -624,7 +624,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
     hellaswag_questions: object   # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder | None"    # writes the files in log_dir; None only in steps_that_fit()
+    folder: "RunFolder | None"    # writes the files in log_dir; None in the trial steps of --minutes
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -786,13 +786,14 @@ def train(run):
 # How a run starts and ends:
 #
 #     main() calls run_command(), which calls
-#         resolve_config()     sets the constants, and reads the weights or the checkpoint
-#         set_up()             opens the data, and calls
-#             build_run()      builds what train() uses:
+#         resolve_config()    sets the constants, and reads the weights or the checkpoint
+#         set_up()            opens the data, and calls
+#             steps_that_fit()    with --minutes: takes trial steps in a run of its own
+#             build_run()         builds what train() uses:
 #                 build_model()         the model, with initial weights or those in init_from
 #                 build_state()         the optimizers and State
 #                 restore_checkpoint()  if a run is resumed: all weights and the rest of State
-#         train()              calls finish() at the end
+#         train()             calls finish() at the end
 #
 # ---- Checkpoints. A checkpoint is a dict with these entries:
 #
@@ -882,7 +883,10 @@ def moved(content, device):
 # step_optimizers() computes it anew from the lr in the code.) A checkpoint contains only values
 # that differ from those that keep_initial_values() has stored
 def changed_values(group):
-    """Return the entries of an optimizer group that are not the same in group["initial"]."""
+    """Return the entries of an optimizer group that are not the same in group["initial"].
+
+    The indices of the parameters ("params") are always included, because "initial" lacks them.
+    """
     initial, changed = group.get("initial", {}), {}
     for name, value in group.items():
         is_unchanged = name in initial and value == initial[name]
@@ -2073,7 +2077,7 @@ def build_run(cfg, start, device, loaders, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
 
     start: a Start. loaders: the training loader and the validation loader. folder: a RunFolder, or
-    None for trial steps.
+    None for trial steps (see steps_that_fit).
     """
     train_loader, val_loader = loaders
     encoding = get_encoding(cfg.encoding)
@@ -2460,7 +2464,10 @@ def print_result(result):
     print0("\n".join(lines + [f"!!! {warning}" for warning in result.get("warnings", [])]))
 
 def export(run):
-    """Export a model to log_dir/hf. If that is not possible, print the reason."""
+    """Export the model of the newest or the best checkpoint (see checkpoint_to_use) to log_dir/hf.
+
+    If that is not possible, print the reason.
+    """
     path = run.folder.path
     try:
         checkpoint_path = checkpoint_to_use(path)
