@@ -624,7 +624,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
     hellaswag_questions: object   # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder | None"    # writes the files in log_dir; None in the trial steps of --minutes
+    folder: "RunFolder | None"    # writes to log_dir; None in the trial steps of --minutes
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
