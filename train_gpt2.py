@@ -1,7 +1,7 @@
 """Train GPT-2 from scratch, in one file, on a CPU or on many GPUs.
 
-    python train_gpt2.py     # if no shards exist: train a small GPT on input.txt
-    python fineweb.py        # tokenize FineWeb-Edu into shards, edu_fineweb10B/*.npy
+    python train_gpt2.py    # if no shards exist: train a small GPT on input.txt
+    python fineweb.py       # tokenize FineWeb-Edu into shards, edu_fineweb10B/
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
     tail -f log/log.txt      # lines of the form "<step> <metric> <value>"
 
