@@ -261,7 +261,7 @@ class Watched:
             notes += notes_about_seeds(self.seeds)
             notes += notes_about_repeated_rows(rows) + notes_about_shifts(report["shifted"])
             notes += notes_about_new_targets(*report["new_targets"])
-            notes += notes_about_order(t, run)
+            notes += notes_about_order(t, run) + notes_about_near_copies(t, run)
             for loader in self.loaders:
                 if loader is not run.val_loader:
                     notes += notes_about_validation(training_and_validation(t, run, loader, rows))
@@ -715,6 +715,26 @@ def notes_about_new_targets(new, looked_up):
         return []
     return [f"the targets of {new} of {looked_up} rows are not part of the training text. If an "
             "edit puts noise into the inputs, check that it leaves the targets as they are."]
+
+def notes_about_near_copies(t, run):
+    """Return a note if training data contains validation text, apart from case and spaces.
+
+    Fifty pieces of validation text are looked up in the first training shard or text.
+    """
+    training, validation = [t.open_shard(loader.shards[0])[:MOST_TOKENS]
+                            for loader in (run.train_loader, run.val_loader)]
+    length = max(SHORTEST_ROW, run.cfg.T)
+    starts = np.linspace(0, max(0, len(validation) - length), 50, dtype=int)
+
+    def simplified(tokens):
+        return "".join(run.encoding.decode(tokens.tolist()).lower().split())
+    text = simplified(training)
+    pieces = [simplified(validation[start:start + length])[4:-4] for start in starts]
+    found = sum(bool(piece) and piece in text for piece in pieces)
+    if found <= 0.2 * len(pieces):  # a text may repeat itself
+        return []
+    return [f"{found} of {len(pieces)} pieces of validation text are part of the training data, "
+            "apart from upper and lower case and spaces, so val is too low."]
 
 def notes_about_order(t, run):
     """Return a note if the order of earlier tokens has no influence in a model with one layer.

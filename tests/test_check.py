@@ -1060,3 +1060,19 @@ def test_buffers_are_restored():
         model(torch.randn(4, 2))
         assert model.num_batches_tracked == 1
     assert model.num_batches_tracked == 0 and not model.running_mean.any()
+
+def test_validation_text_in_lower_case_is_noted():
+    """Different texts give no note."""
+    encoding = train_gpt2.get_encoding("bytes")
+    texts = [np.frombuffer("".join(chr(97 + (i * i * k + i) % 26) for i in range(3000)).encode(),
+                           dtype=np.uint8).astype(np.uint16) for k in (3, 7)]
+    upper = np.where(texts[0] >= 97, texts[0] - 32, texts[0])
+
+    def notes(training, validation):
+        loaders = [types.SimpleNamespace(shards=[text]) for text in (training, validation)]
+        return check_run.notes_about_near_copies(train_gpt2, types.SimpleNamespace(
+            train_loader=loaders[0], val_loader=loaders[1], encoding=encoding,
+            cfg=train_gpt2.Config(T=64)))
+    assert notes(texts[1], texts[0]) == []
+    note, = notes(texts[0], upper)
+    assert note.startswith("50 of 50 pieces of validation text are part of the training data")
