@@ -628,7 +628,7 @@ class Run:
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
-    told_slow: bool = False       # whether warn_of_slow_steps() has printed its line
+    warned_slow: bool = False     # whether warn_of_slow_steps() has printed its line
 
 @torch.no_grad()
 def validation_loss(run, loader, model=None):
@@ -2299,11 +2299,11 @@ def warn_of_slow_steps(run):
     35 ms to 154 ms. With one thread, the step takes 56 ms (tests/measured/busy.txt).
     """
     threads, recent = torch.get_num_threads(), list(run.step_seconds)[-20:]
-    if run.told_slow or run.device.type != "cpu" or threads == 1 or len(recent) < 20:
+    if run.warned_slow or run.device.type != "cpu" or threads == 1 or len(recent) < 20:
         return
     slowdown = statistics.median(recent) / min(run.step_seconds)
     if slowdown > 2:
-        run.told_slow = True
+        run.warned_slow = True
         print0(f"Steps take {slowdown:.1f} times as long as the fastest one, probably because "
                "other programs use the same cores. Stop them, or press Ctrl-C and resume with "
                f"fewer threads: put OMP_NUM_THREADS={threads - 1} before the same command.")

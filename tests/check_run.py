@@ -235,39 +235,52 @@ class Watched:
         self.seeds = watch_seeds(run.state)
         self.optimizers = list(run.state.optimizers)
         self.integers, self.first_step = integers_of(run.state), run.state.step
-        self.begin = [p.detach().clone() for p in run.state.raw_model.parameters()]
+        self.samples = watch_weights(run.state)
         self.buffers = {name: crc_of(b) for name, b in run.state.raw_model.named_buffers()}
 
     def notes(self, t, run, report, rows):
         """Return notes on the training. rows: those that watch_forward_passes() returned."""
-        notes, state = [], run.state
-        try:
-            were_watched = state.optimizers == self.optimizers and all(
-                isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
-            with_gradient = self.nonzero if were_watched else report["initial"]
-            notes += notes_about_parameters(state, report["initial"], with_gradient)
-            notes += notes_about_counters(
-                self.integers, integers_of(state), state.step - self.first_step)
-            notes += notes_about_zeros(self.with_zeros & self.nonzero.keys())
-            notes += notes_about_elements(state.raw_model, self.nonzero)
-            notes += notes_about_magnitudes(self.magnitudes) + notes_about_factors(self.factors)
-            notes += notes_about_shared_parameters(state.raw_model)
-            notes += notes_about_second_weights(state)
-            notes += notes_about_attributes(state.raw_model, report["changed"])
-            notes += notes_about_groups(state.optimizers) + notes_about_copies(state)
-            notes += notes_about_average(state, self.begin) + self.between
-            notes += notes_about_buffers(state, self.buffers)
-            notes += notes_about_clipping(state, self.clipped)
-            notes += notes_about_seeds(self.seeds)
-            notes += notes_about_repeated_rows(rows) + notes_about_shifts(report["shifted"])
-            notes += notes_about_new_targets(*report["new_targets"])
-            notes += notes_about_order(t, run) + notes_about_near_copies(t, run)
-            for loader in self.loaders:
-                if loader is not run.val_loader:
-                    notes += notes_about_validation(training_and_validation(t, run, loader, rows))
-        except Exception:  # an edit may have changed anything; a note must not stop the check
-            pass
+        state, model = run.state, run.state.raw_model
+        were_watched = state.optimizers == self.optimizers and all(
+            isinstance(optimizer, torch.optim.Optimizer) for optimizer in self.optimizers)
+        with_gradient = self.nonzero if were_watched else report["initial"]
+        notes = [
+            *noted(notes_about_parameters, state, report["initial"], with_gradient),
+            *noted(notes_about_counters, self.integers, state, state.step - self.first_step),
+            *noted(notes_about_zeros, self.with_zeros & self.nonzero.keys()),
+            *noted(notes_about_elements, model, self.nonzero),
+            *noted(notes_about_magnitudes, self.magnitudes),
+            *noted(notes_about_factors, self.factors),
+            *noted(notes_about_shared_parameters, model),
+            *noted(notes_about_second_weights, state),
+            *noted(notes_about_attributes, model, report["changed"]),
+            *noted(notes_about_groups, state.optimizers),
+            *noted(notes_about_copies, state),
+            *noted(notes_about_average, state, self.samples),
+            *self.between,
+            *noted(notes_about_buffers, state, self.buffers),
+            *noted(notes_about_clipping, state, self.clipped),
+            *noted(notes_about_seeds, self.seeds),
+            *noted(notes_about_repeated_rows, rows),
+            *noted(notes_about_shifts, report["shifted"]),
+            *noted(notes_about_new_targets, *report["new_targets"]),
+            *noted(notes_about_order, t, run),
+            *noted(notes_about_near_copies, t, run)]
+        for loader in self.loaders:
+            if loader is not run.val_loader:
+                both = training_and_validation(t, run, loader, rows)
+                notes += notes_about_validation(both)
         return notes
+
+def noted(function, *args):
+    """Return the notes that a function returns, or [] if it raises an error.
+
+    An edit may have changed anything that the function looks at, and must not stop the check.
+    """
+    try:
+        return function(*args)
+    except Exception:
+        return []
 
 def watch_validation(t):
     """Return a list, to which each call of validation_loss() adds its loader if it is new."""
@@ -371,6 +384,22 @@ def watch_learning_rates(t, run):
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(before_step)
     return factors
+
+def watch_weights(state):
+    """Return {step: a sample of raw_model's weights before this step}, filled during training."""
+    samples = {}
+
+    def before_step(optimizer, args, kwargs):
+        if state.step not in samples:
+            samples[state.step] = sample_of_weights(state.raw_model)
+    for optimizer in state.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(before_step)
+    return samples
+
+def sample_of_weights(model):
+    """Return a few elements of each parameter as one tensor (N,), in float64 on the CPU."""
+    return torch.cat([p.detach().flatten()[:64].double().cpu() for p in model.parameters()])
 
 def watch_average(state):
     """Return a list, to which a note is added if eval_model changes between two optimizers' steps.
@@ -648,28 +677,53 @@ def integers_of(state):
     return {name: value for name, value in vars(state).items()
             if type(value) is int and name not in ("step", "tokens")}
 
-def notes_about_counters(before, after, steps):
-    """Return notes on integers that grow by more than 1 per step. before, after: {name: value}."""
+def notes_about_counters(before, state, steps):
+    """Return notes on integers in State that grow by more than 1 per step.
+
+    before: what integers_of() returned before the first of these steps.
+    """
     return [f"State.{name} grows from {before.get(name, 0)} to {value} in {steps} steps. If it "
             "counts steps or updates, it is counted more than once per step."
-            for name, value in after.items() if value - before.get(name, 0) > steps]
+            for name, value in integers_of(state).items() if value - before.get(name, 0) > steps]
 
-def notes_about_average(state, begin):
-    """Return a note if eval_model is another model than raw_model, but has the same weights.
+def notes_about_average(state, samples):
+    """Return notes on an eval_model that is not a proper average of raw_model's weights.
 
-    begin: the parameters of raw_model before training.
+    samples: what watch_weights() returned.
     """
-    mine, averaged = list(state.raw_model.parameters()), list(state.eval_model.parameters())
-    if state.eval_model is state.raw_model or len(mine) != len(averaged):
+    if state.eval_model is state.raw_model:
         return []
-    with torch.no_grad():
-        gap = math.hypot(*(float((a - b).norm()) for a, b in zip(mine, averaged)))
-        moved = math.hypot(*(float((a - b).norm()) for a, b in zip(mine, begin)))
-    if gap > 0.005 * moved:
+    samples = samples | {state.step: sample_of_weights(state.raw_model)}
+    shares = shares_in_average(list(samples.values()), sample_of_weights(state.eval_model))
+    if not shares:
         return []
-    return ["eval_model has almost the same weights as raw_model at the end. If it should be an "
-            "average, check that it has begun, that it copies weights (clone()), and that its two "
-            "factors are not exchanged."]
+    total, initial, last = sum(shares), shares[0], shares[-1]
+    if last > 0.9:
+        return ["eval_model has almost the same weights as raw_model at the end. If it should be "
+                "an average, check that it has begun, that it copies weights (clone()), and that "
+                "its two factors are not exchanged."]
+    if abs(total - 1) > 0.01:
+        return [f"eval_model is a weighted sum of the model's weights after different steps, but "
+                f"the factors add up to {total:.3g} instead of 1."]
+    if initial > 0.01 and abs(shares[1]) < 0.1 * initial and abs(initial - last) < 0.2 * last:
+        return [f"eval_model is an average in which the initial weights have a share of "
+                f"{initial:.0%}, but those after the first step have none. If the average begins "
+                "later, its first value should be a copy of the weights at that time."]
+    return []
+
+def shares_in_average(samples, average):
+    """Return a list of factors such that `average` is the sum of factor * sample.
+
+    samples: list of tensors (N,). average: (N,). Return None if there are no such factors, for
+    example because the average does not consist of these samples.
+    """
+    matrix = torch.stack(samples, dim=1)  # (N, samples)
+    if len(average) != len(matrix) or len(average) < len(samples):
+        return None
+    factors = torch.linalg.lstsq(matrix, average[:, None], driver="gelsd").solution  # (samples, 1)
+    error = (matrix @ factors - average[:, None]).norm()
+    moved = (matrix[:, 0] - matrix[:, -1]).norm()
+    return factors.flatten().tolist() if error < 1e-3 * moved else None
 
 def notes_about_buffers(state, begin):
     """Return a note if training changes a buffer of raw_model, but not the one of eval_model.
@@ -932,7 +986,7 @@ def unsaved_values(t, run):
             values[f"{type(thing).__name__}.{name}"] = fingerprint(getattr(type(thing), name, None))
     for name in vars(run.train_loader).keys() - {"last_shard", "last_tokens"}:
         values[f"{name} in the training loader"] = fingerprint(getattr(run.train_loader, name))
-    for name in vars(run).keys() - {"validated_step", "step_seconds", "told_slow"}:
+    for name in vars(run).keys() - {"validated_step", "step_seconds", "warned_slow"}:
         values[f"run.{name}"] = fingerprint(getattr(run, name))
     for name in vars(t).keys() - {"__builtins__"}:
         values[f"the global {name}"] = fingerprint(getattr(t, name))

@@ -450,18 +450,40 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     note = check_run.notes_about_parameters(run.state, initial, nonzero)[0]
     assert note.startswith("at the end of training, no optimizer has frozen (1 in all)")
 
-def test_an_average_that_equals_the_model_is_noted():
-    """A different model, or the model itself, gives no note."""
-    def notes(eval_model):
-        state = types.SimpleNamespace(raw_model=model, eval_model=eval_model)
-        return check_run.notes_about_average(state, begin)
-    model, other = Model(), Model()
-    begin = [p - 1 for p in model.parameters()]
-    other.table.data += 0.003
-    note, = notes(other)
-    assert note.startswith("eval_model has almost the same weights as raw_model")
-    other.table.data += 0.003
-    assert notes(model) == notes(other) == []
+def test_the_shares_of_an_average_are_found():
+    """If the average also contains something else, no shares are found."""
+    samples = list(torch.randn(5, 40, generator=torch.Generator().manual_seed(0)).double())
+    average = 0.25 * samples[0] + 0.75 * samples[3]
+    shares = check_run.shares_in_average(samples, average)
+    assert shares == pytest.approx([0.25, 0, 0, 0.75, 0], abs=1e-9)
+    assert check_run.shares_in_average(samples, average + torch.arange(40)) is None
+    assert check_run.shares_in_average(samples, average[:30]) is None
+
+@pytest.mark.parametrize("factors, expected", [
+    ([0.99, 0.0099, 0.0001], None),                    # a running average
+    ([1 / 3, 1 / 3, 1 / 3], None),                     # the mean of all weights
+    ([0, 0.5, 0.5], None),                             # the mean from the first step on
+    ([0, 0.01, 0.99], "almost the same weights as raw_model"),
+    ([0.1, 0.2, 0.2], "the factors add up to 0.5 instead of 1"),
+    ([0.5, 0, 0.5], "the initial weights have a share of 50%")])
+def test_an_average_with_unusual_shares_is_noted(factors, expected):
+    model, average = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = types.SimpleNamespace(raw_model=model, eval_model=average, optimizers=[optimizer])
+    samples = check_run.watch_weights(state)
+    generator = torch.Generator().manual_seed(0)
+    for p in average.parameters():
+        p.data.zero_()
+    for state.step, factor in enumerate(factors):
+        for p, of_average in zip(model.parameters(), average.parameters()):
+            p.data.normal_(generator=generator)
+            of_average.data.add_(p.data, alpha=factor)
+        if state.step < 2:
+            optimizer.step()
+    notes = check_run.notes_about_average(state, samples)
+    assert notes == [] if expected is None else expected in notes[0]
+    state.eval_model = model
+    assert check_run.notes_about_average(state, samples) == []
 
 def test_an_average_that_is_updated_for_each_optimizer_is_noted():
     """An average that is updated once, after the last optimizer, gives no note."""
@@ -687,9 +709,14 @@ def test_targets_that_are_not_the_next_tokens_are_noted():
 def test_counters_that_grow_too_fast_are_noted():
     state = types.SimpleNamespace(step=3, tokens=9000, n=40, flag=True, name="a")
     assert check_run.integers_of(state) == {"n": 40}
-    assert check_run.notes_about_counters({"n": 0}, {"n": 20}, 20) == []
-    note, = check_run.notes_about_counters({"n": 0}, {"n": 40}, 20)
+    assert check_run.notes_about_counters({"n": 20}, state, 20) == []
+    note, = check_run.notes_about_counters({"n": 0}, state, 20)
     assert note.startswith("State.n grows from 0 to 40 in 20 steps")
+
+def test_a_note_that_raises_an_error_is_left_out():
+    """An edit may change what a note looks at. The check and the other notes go on."""
+    assert check_run.noted(lambda value: [value], "a note") == ["a note"]
+    assert check_run.noted(check_run.notes_about_counters, {}, None, 20) == []
 
 def test_operations_over_other_dimensions_are_noted(monkeypatch):
     """The last dimension gives no note, and neither do operations outside of the scripts."""

@@ -126,12 +126,12 @@ def test_slow_steps_are_reported_in_one_line(monkeypatch, capsys):
     """The line names the cause and the remedy. It is printed once per start, and only on CPUs."""
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     run = step_399(monkeypatch)
-    run.device, run.told_slow = torch.device("cpu"), False
+    run.device, run.warned_slow = torch.device("cpu"), False
     run.step_seconds = deque([0.04] * 20 + [0.07] * 20)
     t.warn_of_slow_steps(run)
     run.step_seconds.extend([0.1] * 9)  # fewer than half of the last twenty steps
     t.warn_of_slow_steps(run)
-    assert capsys.readouterr().out == "" and not run.told_slow
+    assert capsys.readouterr().out == "" and not run.warned_slow
     run.step_seconds.extend([0.1] * 2)
     for device, threads in (("cuda", 2), ("cpu", 1)):
         run.device = torch.device(device)
