@@ -274,8 +274,9 @@ def describe_type(kind):
     return str(kind)
 
 # ----------------------------------------------------------------------------------- documents
-# Find the files of the corpus and read their documents in batches, starting at any row. A row is a
-# row of a parquet file or a line of a jsonl file, and holds one document.
+# Find the files of the corpus and read their documents in batches, starting at any row. In this
+# file, a row is a row of a parquet file or a line of a jsonl file, and holds one document. (In
+# train_gpt2.py, a row is a sequence of T tokens.)
 def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
 
@@ -462,6 +463,8 @@ def start_workers(nprocs, encoding_name):
     If a signal arrives meanwhile, this process waits until all workers have started, and then ends.
     (If it ended at once, a worker that is still starting would print a traceback.)
     """
+    # The first protects this process, the second protects the workers. Blocking alone would not
+    # protect this process, because a library's thread might receive the signal
     with own_signals_postponed(), signals_blocked_for_children():
         return [Worker(encoding_name) for _ in range(nprocs)]
 
@@ -481,11 +484,7 @@ def signals_blocked_for_children():
 
 @contextlib.contextmanager
 def own_signals_postponed():
-    """Record STOP_SIGNALS that this process receives, and raise them again at the end.
-
-    Blocking would not be enough for this process: it applies to one thread, and the system may
-    deliver a signal to a different one, such as a thread that was started by a library.
-    """
+    """Record STOP_SIGNALS that this process receives, and raise them again at the end."""
     arrived, usual_handlers = [], {}
     for number in STOP_SIGNALS:
         usual_handlers[number] = signal.signal(
@@ -619,9 +618,11 @@ def find_finished(cfg, files):
     manifest = folder / "manifest.json"
     if manifest.exists():
         before, shards = read_manifest(manifest)
-        # Files after the one in which the last shard ends may be new or changed. But if the shards
-        # contain the whole corpus, Place.file_number of their end is the number of an added file.
-        # So this file is in `now`, but not in `before`
+        # If the shards do not contain the whole corpus, files may be added to it. (Their settings
+        # end with the file in which the last shard ends.) But if they contain it, no file may be
+        # added, because the last shard is not full. An added file is then in `now`, but not in
+        # `before`: at the end of the corpus, file_number is the number of files before the
+        # addition, which is the index of the added file
         now = settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -649,8 +650,8 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
-            # Skip the tokens of earlier shards, which are at the start of the first batch. (They
-            # may fill several batches if BATCH_BYTES was edited)
+            # Skip the tokens of earlier shards, which are at the start of the first batch. (If an
+            # edit has lowered BATCH_BYTES since, they may also fill the next batches)
             position = min(to_skip, len(tokens))  # the index of the next token to copy
             to_skip -= position
             while position < len(tokens):

@@ -127,8 +127,8 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", compile=False)
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
-# shape and the encoding. Unless you add max_lr and T here, constants_set_by_weights() derives them
-# from the size of the model
+# shape and the encoding. Unless you add max_lr and T here, constants_of_model() derives them from
+# the size of the model
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
@@ -137,30 +137,31 @@ FINETUNE = dict(
 # ---- Initial weights. The random numbers of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
-# weights are drawn in two steps: draw_later() fills the weight of a layer with a placeholder, and
-# when GPT.__init__ has built all layers, init_weights() puts random numbers in place of the
-# placeholders. A placeholder is so large that check_parameters() recognizes it in a weight that an
-# edit has scaled or copied too early
+# weights are drawn in two steps: draw_later() marks the weight of a layer, and when GPT.__init__
+# has built all layers, init_weights() draws the marked weights.
+#
+# For edits: until then, these weights are filled with the following number. It is so large that
+# check_parameters() can report a weight that was scaled or copied before it was drawn
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
-    """Fill a layer's weight with placeholders, set its bias to 0, and return the layer.
+    """Mark a layer's weight to be drawn by init_weights(). Set its bias to 0. Return the layer.
 
-    init_weights() later replaces each placeholder with a draw from Normal(0, std).
+    std: the weight is drawn from Normal(0, std).
 
     For edits: you may set elements of the weight to other values after this call. You must not
     scale or copy the weight before init_weights(). If you do, check_parameters() reports this
     before the first step.
     """
+    layer.weight.init_std = std  # the mark
     nn.init.constant_(layer.weight, PLACEHOLDER)
-    layer.weight.init_std = std
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Replace all placeholders in a model with random numbers that depend on seed and name."""
+    """Draw the weights that draw_later() has marked. The numbers depend on the seed and name."""
     for name, p in model.named_parameters():  # a weight that two layers share is listed once
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
@@ -318,8 +319,8 @@ class GPT(nn.Module):
             temperature, top_k = 1.0, 1
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            # The model may have been compiled in place. Run it eagerly here, because it would be
-            # compiled again for each new length
+            # After model.compile(), self(context) runs compiled code. Run it eagerly here, because
+            # it would be compiled again for each new length
             with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, n_vocab)
             if top_k:
@@ -342,7 +343,7 @@ class GPT(nn.Module):
         if the weights cannot be read or do not fit the model.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
-        model = cls(gpt_config_of_weights(weights, constants))
+        model = cls(gpt_config_of_model(weights.info, constants))
         load_weights(model, weights)
         return model
 
@@ -373,10 +374,11 @@ class DataLoaderLite:
     begin at its tokens 0, T, 2 T and so on, so the last token of a piece is also the first token of
     the next one. (With `recut`, they begin at different tokens in each epoch.)
 
-    An epoch reads each piece once, in the order of the files or, with `shuffle`, in a random order
-    that is drawn from (seed, epoch). The n-th piece that is read, counted from 0 over all epochs,
-    is called row n. For example, if the shards have 12 pieces, then epoch 0 reads them as rows 0 to
-    11, and epoch 1 reads the same pieces, in a different order, as rows 12 to 23.
+    An epoch reads each piece once, one shard after another. With `shuffle`, both the order of the
+    shards and the order of the pieces in a shard are random, and are drawn from (seed, epoch). The
+    n-th piece that is read, counted from 0 over all epochs, is called row n. For example, if the
+    shards have 12 pieces, then epoch 0 reads them as rows 0 to 11, and epoch 1 reads the same
+    pieces, in a different order, as rows 12 to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError. recut: used for text files, so that a small text yields new rows in each epoch.
@@ -392,11 +394,11 @@ class DataLoaderLite:
     def locate(self, row):
         """Return the index of the shard that a row is read from, and the token at which it begins.
 
-        Example: shards 0, 1 and 2 have 3, 5 and 4 pieces, and T is 10. Epoch 1 reads rows 12 to 23,
-        so row 17 is the sixth. If this epoch reads the shards in the order 2, 0, 1, then the four
-        pieces of shard 2 come first, and row 17 is the second piece that is read from shard 0. If
-        the pieces of shard 0 are read in the order 1, 2, 0, then this is piece 2, which begins at
-        token 20. (The comments below give the values in this example.)
+        Example: shards 0, 1 and 2 have 3, 5 and 4 pieces, and T is 10. Epoch 1 begins with row 12,
+        so it reads 5 pieces before row 17. If it reads the shards in the order 2, 0, 1, then these
+        are the 4 pieces of shard 2 and 1 piece of shard 0. If it reads the pieces of shard 0 in the
+        order 1, 2, 0, then row 17 is piece 2 of shard 0, which begins at token 20. (The comments
+        below give the values in this example.)
         """
         epoch, n_read = divmod(row, self.rows_per_epoch)          # 1, 5
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1
@@ -511,9 +513,10 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
-        # a.lerp(b, w) is (1 - w) * a + w * b
-        average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * p.grad
-        ahead = p.grad.lerp(average, momentum)  # the same formula with the new average
+        # a.lerp(b, w) is (1 - w) * a + w * b. So both lines compute
+        # momentum * average + (1 - momentum) * p.grad, the second one with the new average
+        average.lerp_(p.grad, 1 - momentum)
+        ahead = p.grad.lerp(average, momentum)
         return ahead.to(self.dtype)
 
     @torch.no_grad()
@@ -560,14 +563,15 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
         optimizers.append(Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio,
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     for optimizer in optimizers:
-        keep_initial_values(optimizer)
+        keep_initial_hyperparameters(optimizer)
     return optimizers
 
-def keep_initial_values(optimizer):
+def keep_initial_hyperparameters(optimizer):
     """Store the hyperparameters that each group was built with, such as lr, in group["initial"].
 
-    step_optimizers() derives learning rates from them. For edits: if you add an optimizer or a
-    group during training, call this function for it, too.
+    step_optimizers() derives learning rates from them, and load_optimizer() finds out with them
+    which hyperparameters training has changed. For edits: if you add an optimizer or a group during
+    training, call this function for it, too.
     """
     for group in optimizer.param_groups:
         if "initial" not in group:
@@ -584,10 +588,11 @@ class State:
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. Any other attribute raises an error before the first
     step. To derive an attribute from the weights with which the run starts (for example a copy of
-    them), add a method __post_init__(self). When a run is resumed, its saved value is restored.
+    them), add a method __post_init__(self). When a run is resumed, the saved value of the attribute
+    is restored.
 
-    raw_model is the GPT without the DDP wrapper. If it is compiled, it is compiled in place, so
-    raw_model(idx) runs the compiled code.
+    raw_model is the GPT without the DDP wrapper. If it is compiled, this is done in place, by
+    raw_model.compile(), so raw_model(idx) runs the compiled code.
     """
     raw_model: nn.Module
     optimizers: list
@@ -624,7 +629,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
     hellaswag_questions: object   # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder | None"    # writes to log_dir; None in the trial steps of --minutes
+    folder: "RunFolder | None"    # writes to log_dir; None in a Run that only serves to time steps
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -669,16 +674,16 @@ def read_step(run):
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
-def relative_counts(batches):
-    """Return the number of targets in each micro-batch, divided by the mean number in this step.
+def counts_over_mean(batches):
+    """Return each micro-batch's number of targets, divided by the mean number per micro-batch.
 
     For edits: each result is 1, unless an edit of read_step() masks targets (sets them to -100).
-    With these factors, the loss of a step is the exact mean over the targets that are left. The
-    mean number is taken over the micro-batches of all processes.
+    Then train_step() gives micro-batches with more targets more weight, so that the loss of a step
+    is the exact mean over all targets that are left, in all processes.
     """
-    n_targets = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    mean = sum_over_ranks(n_targets.sum()) / (world_size() * len(batches))
-    return n_targets / mean
+    counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
+    mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
+    return counts / mean
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
@@ -692,7 +697,7 @@ def train_step(run):
     batches = read_step(run)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    for (row, x, y), relative_count in zip(batches, relative_counts(batches)):
+    for (row, x, y), count_over_mean in zip(batches, counts_over_mean(batches)):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
         # run repeats it. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
@@ -707,7 +712,7 @@ def train_step(run):
             # backward() adds up the gradients of the micro-batches, but the gradient of the step is
             # their mean. So divide each loss by the number of micro-batches
             loss = loss / len(batches)
-            loss = loss * relative_count  # For edits: 1, unless targets are masked
+            loss = loss * count_over_mean  # For edits: this is 1, unless targets are masked
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
@@ -836,14 +841,16 @@ def is_stateful(value):
 def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
-    Objects with load_state_dict(), such as the model, are loaded in place. Raise ValueError if one
-    of them is not in `saved`. Any other attribute is set to its saved value. If it was not saved,
-    it keeps its value.
+    Objects with load_state_dict(), such as the model, are loaded in place. Any other attribute is
+    set to its saved value.
 
-    For edits: the code may have changed since `saved` was saved. An attribute that only `saved` has
-    is set, too, since an edit of train_step() may have created it. But raise ValueError for a dict
-    if State has no dict or object in its place: it probably is the state_dict() of an object that
-    the code no longer creates.
+    For edits: the code may have changed since `saved` was saved, so the attributes may differ:
+
+    - An object that is not in `saved` raises ValueError. Any other attribute that is not in `saved`
+      keeps its value.
+    - A value that only `saved` has becomes an attribute, because train_step() may have created it.
+      A dict raises ValueError, because it is probably what an object's state_dict() returned, and
+      the code no longer creates this object.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
@@ -877,11 +884,25 @@ def moved(content, device):
         return [moved(part, device) for part in content]
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- Checkpoints of optimizers. When a run is resumed, hyperparameters come from the code, so that
-# an edit takes effect. The exceptions are values that training has changed, such as a step count
-# that an optimizer stores in its groups: they come from the checkpoint. (lr is one of them, but
-# step_optimizers() computes it anew from the lr in the code.) A checkpoint contains only values
-# that differ from those that keep_initial_values() has stored
+# ---- Checkpoints of optimizers. When a run is resumed, the hyperparameters of a group come from the
+# code, so that an edit takes effect. But a value that training has changed, such as a step count
+# that an optimizer stores in its groups, comes from the checkpoint. keep_initial_hyperparameters()
+# has stored the first values in group["initial"]. A value that differs from them was changed
+def content_of_optimizer(optimizer):
+    """Return the form in which a checkpoint stores an optimizer."""
+    return optimizer.state_dict() | {"class": type(optimizer).__name__}
+
+def load_optimizer(optimizer, content):
+    """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
+    class_name = type(optimizer).__name__
+    if content.get("class", class_name) != class_name:
+        raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
+                         f"{class_name}")
+    groups_of_code = optimizer.state_dict()["param_groups"]
+    groups = [of_code | changed_values(saved)
+              for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
+    optimizer.load_state_dict(content | {"param_groups": groups})
+
 def changed_values(group):
     """Return the entries of an optimizer group that are not the same in group["initial"].
 
@@ -893,23 +914,6 @@ def changed_values(group):
         if name != "initial" and not is_unchanged:
             changed[name] = value
     return changed
-
-def content_of_optimizer(optimizer):
-    """Return the form in which a checkpoint stores an optimizer."""
-    content = optimizer.state_dict()
-    groups = [changed_values(group) for group in content["param_groups"]]
-    return content | {"param_groups": groups, "class": type(optimizer).__name__}
-
-def load_optimizer(optimizer, content):
-    """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
-    class_name = type(optimizer).__name__
-    if content.get("class", class_name) != class_name:
-        raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
-                         f"{class_name}")
-    groups_of_code = optimizer.state_dict()["param_groups"]
-    groups = [of_code | saved
-              for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
-    optimizer.load_state_dict(content | {"param_groups": groups})
 
 # ---- Reading a run's folder. Files may be damaged. Only plain values are loaded, because loading
 # arbitrary Python objects could run code
@@ -955,7 +959,9 @@ def checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
     It is the newest one or, if the validation loss has risen again (overfitting), the one with the
-    lowest validation loss. Damaged checkpoints are left out. Return None if there is no checkpoint.
+    lowest validation loss. (It has risen again if it was lower at an earlier checkpoint than at the
+    latest checkpoint that was validated.) Damaged checkpoints are left out. Return None if there is
+    no checkpoint.
     """
     found = find_checkpoints(folder)
     # The validation losses of the steps that have a checkpoint
@@ -995,12 +1001,18 @@ def in_todays_form(content):
     if "state" not in content:
         content = move_into_state(content)
     for optimizer in content["state"].get("optimizers", []):
-        optimizer["param_groups"] = [leave_out_unchanged(group)
-                                     for group in optimizer["param_groups"]]
+        for group in optimizer["param_groups"]:
+            # Until 25 November 2026, "initial" had one of these names. (The earliest versions did
+            # not have it, and on that day, groups had only changed values)
+            for name in group.keys() & {"in_code", "as_built"}:
+                group["initial"] = group.pop(name)
     return content
 
 def rename_entries(content):
-    """Return the content with new names. Until 23 November 2026, entries had different names."""
+    """Return the content with new names. Until 23 November 2026, entries had different names.
+
+    The attributes of State were stored at the top level, from where move_into_state() moves them.
+    """
     content = dict(content)
     # "model" held the weights for evaluation. Only if an edit averaged the weights, there was also
     # "trained", which held those of raw_model
@@ -1021,18 +1033,6 @@ def move_into_state(content):
     others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
     state = {name: value for name, value in content.items() if name not in others}
     return {name: content[name] for name in others if name in content} | {"state": state}
-
-def leave_out_unchanged(group):
-    """Return an optimizer group with only those values that training has changed.
-
-    Until 25 November 2026, a group was saved whole, with its initial values in "in_code" or
-    "as_built". (The earliest versions saved no initial values, so nothing can be left out.)
-    """
-    for name in ("in_code", "as_built"):
-        if name in group:
-            values = {key: value for key, value in group.items() if key != name}
-            return changed_values(values | {"initial": group[name]})
-    return group
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1168,11 +1168,16 @@ def check_same_function(ours, hf_model, end_of_text):
 # ---- Weights and constants of a model. Weights given by init_from may come from a different model
 # than the one in this file
 @dataclass
-class Weights:
-    """The weights of a model and the information needed to use them."""
-    source: str           # the file, folder or hub name that they were read from
+class ModelInfo:
+    """The constants of a model whose weights exist already."""
+    source: str           # the file, folder or hub name of the weights
     gpt_config: dict      # the GPTConfig of the model, as a dict
     encoding: str | None  # name of the encoding, or None if it is unknown
+
+@dataclass
+class Weights:
+    """The weights of a model, to be loaded into a GPT."""
+    info: ModelInfo
     tensors: dict         # the state_dict of a GPT
     code: int | None      # checksum of the code that wrote them, or None if it is unknown
 
@@ -1188,36 +1193,42 @@ def read_weights(name):
         return weights_in_checkpoint(read_checkpoint(path), str(path))
     model = load_hugging_face(name)
     encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)  # 256 bytes + <|endoftext|>
-    return Weights(name, asdict(model.config), encoding, model.state_dict(), code=None)
+    info = ModelInfo(name, asdict(model.config), encoding)
+    return Weights(info, model.state_dict(), code=None)
 
 def weights_in_checkpoint(content, source):
     """Return the Weights of eval_model. content: what read_checkpoint() returned."""
-    return Weights(source, content["gpt_config"], content["encoding"], content["eval_model"],
-                   content.get("code"))
+    return Weights(info_in_checkpoint(content, source), content["eval_model"], content.get("code"))
 
-def gpt_config_of_run(cfg, encoding, weights=None):
+def info_in_checkpoint(content, source):
+    """Return the ModelInfo of a checkpoint. content: what read_checkpoint() returned."""
+    return ModelInfo(source, content["gpt_config"], content["encoding"])
+
+def gpt_config_of_run(cfg, encoding, info=None):
     """Return the GPTConfig of a run's model.
 
-    Constants that are also in Config have the values in cfg, into which resolve_config() has
-    already copied those of the weights. The other constants come from the weights or, for a new
-    model, from T and the encoding.
+    info: the ModelInfo of the weights with which the run begins or began. It determines all
+    constants except dropout. Without it, cfg and the encoding determine them.
     """
+    # For edits: you may have added constants to both Config and GPTConfig
     in_both = asdict(GPTConfig()).keys() & asdict(cfg).keys()
-    values = {name: getattr(cfg, name) for name in in_both}
-    if weights:
-        return gpt_config_of_weights(weights, values)
-    return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
-                     vocab_size=padded(encoding.n_vocab), **values)
+    if info is None:
+        return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
+                         vocab_size=padded(encoding.n_vocab),
+                         **{name: getattr(cfg, name) for name in in_both})
+    # For edits: a constant that did not exist when the weights were made also comes from cfg
+    from_cfg = {name for name in in_both if name == "dropout" or name not in info.gpt_config}
+    return gpt_config_of_model(info, {name: getattr(cfg, name) for name in from_cfg})
 
-def gpt_config_of_weights(weights, replacements):
-    """Return the GPTConfig stored with the weights, with some values replaced.
+def gpt_config_of_model(info, replacements):
+    """Return the GPTConfig of a model whose weights exist, with some values replaced.
 
     replacements: {name: value}. Raise UserError if GPTConfig lacks a constant that the weights were
     made with.
     """
-    constants = weights.gpt_config | replacements
+    constants = info.gpt_config | replacements
     if unknown := constants.keys() - asdict(GPTConfig()).keys():
-        raise UserError(f"{weights.source} was made with the constant {min(unknown)}, which "
+        raise UserError(f"{info.source} was made with the constant {min(unknown)}, which "
                         "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the code "
                         "that the weights were made with.")
     return GPTConfig(**constants)
@@ -1229,12 +1240,12 @@ def load_weights(model, weights):
     """
     own = model.state_dict()
     if missing := own.keys() - weights.tensors.keys():
-        print0(f"!!! {weights.source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
+        print0(f"!!! {weights.info.source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
                "initial values that the code gives them.")
     try:
         model.load_state_dict(own | weights.tensors)
     except RuntimeError as e:  # names or shapes do not match
-        raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
+        raise UserError(f"{weights.info.source} does not fit the model in train_gpt2.py "
                         f"({first_line(e)}): use the code that the weights were made with."
                         ) from None
 
@@ -1266,11 +1277,11 @@ class Start:
     """Where a command starts: the model to build, and what to load into it."""
     gpt_config: GPTConfig
     weights: Weights | None  # for a new run with init_from, and for --sample
-    checkpoint: dict | None  # from which a run is resumed, as returned by read_checkpoint()
+    checkpoint: dict | None  # for a resumed run, as returned by read_checkpoint()
 
 def run_command(flags):
     """Train, or print samples. flags: {name: text} of the flags that were given."""
-    # The device comes first, because processes need it to find each other
+    # The device comes first, because it determines how processes communicate
     device = pick_device(flags.get("device", Config.device))
     if "RANK" in os.environ:
         join_processes(device)
@@ -1293,9 +1304,9 @@ def resolve_config(flags, device=torch.device("cpu")):
     2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
        on a text file
     3. the flags, {name: text}
-    4. the weights, if there are any: they set the model's shape and the encoding, and a flag that
-       contradicts them raises UserError. With FINETUNE they also set max_lr and T, if neither
-       FINETUNE nor a flag does
+    4. the model whose weights the run begins or began with (init_from): it sets the model's shape
+       and the encoding, and a flag that contradicts it raises UserError. With FINETUNE, it also
+       sets max_lr and T, if neither FINETUNE nor a flag does
 
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, final_max_steps() computes it once the data have been opened.
@@ -1307,24 +1318,25 @@ def resolve_config(flags, device=torch.device("cpu")):
     preset = PRESETS.get(preset_name, {})
     cfg = make_config(Config, {"data": data} | preset | flags)  # converts the text of the flags
     checkpoint = None if cfg.sample else read_newest_checkpoint(cfg.log_dir, device)
-    weights = find_weights(cfg, checkpoint)
-    weights_line = ""
-    if weights:
-        constants = constants_set_by_weights(weights, preset_name, flags)
-        check_flags_against_weights(flags, constants, weights)
-        weights_line = "\n" + describe_weights(weights, constants, cfg_without_weights=cfg)
+    weights = weights_to_load(cfg, checkpoint)
+    info = weights.info if weights else None
+    if checkpoint and cfg.init_from != "scratch":
+        info = info_in_checkpoint(checkpoint, cfg.log_dir)
+    model_line = ""
+    if info:
+        constants = constants_of_model(info, preset_name, flags)
+        check_flags_against_model(flags, constants, info)
+        model_line = "\n" + describe_model(info, constants, cfg_before=cfg)
         cfg = replace(cfg, **constants)
-        # If a run is resumed, warnings_about() reports that the code has changed
-        if not checkpoint and is_of_other_code(weights.code):
-            weights_line += ". It was written by different code"
-    lines = f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
+    # If a run is resumed, warnings_about() reports that the code has changed
+    if weights and is_of_other_code(weights.code):
+        model_line += ". It was written by different code"
+    lines = f"{note}{describe_preset(preset_name, cfg)}{model_line}"
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    gpt_config = gpt_config_of_run(cfg, get_encoding(cfg.encoding), weights)
-    # If a run is resumed, the weights have determined the constants, but need not be loaded: the
-    # checkpoint contains all weights of the run
-    return cfg, Start(gpt_config, None if checkpoint else weights, checkpoint), lines
+    gpt_config = gpt_config_of_run(cfg, get_encoding(cfg.encoding), info)
+    return cfg, Start(gpt_config, weights, checkpoint), lines
 
 def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
@@ -1355,58 +1367,52 @@ def read_newest_checkpoint(log_dir, device):
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
-def find_weights(cfg, checkpoint):
-    """Return the Weights that determine the model's shape, or None if Config determines it.
+def weights_to_load(cfg, checkpoint):
+    """Return the Weights to sample from, or those that a new run begins with. Otherwise None.
 
-    Which weights these are depends on the command:
-
-    - --sample: the weights to sample from, in init_from or, if this is "scratch", in log_dir
-    - a new run with init_from: the weights in init_from, with which training starts
-    - a resumed run that began with init_from: the weights in its checkpoint, so that the model has
-      the shape that it had when the run began
-    - a run that begins or began from scratch: None
+    None is also returned if a run is resumed, since its checkpoint contains all its weights.
 
     checkpoint: the one from which a run is resumed. Raise UserError if weights cannot be read.
     """
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
-    if cfg.sample and cfg.init_from == "scratch":
-        if not find_checkpoints(cfg.log_dir):
-            raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
-                            "or set --init_from.")
-        return read_weights(cfg.log_dir)
-    if cfg.init_from == "scratch":
-        return None
     if checkpoint:
-        return weights_in_checkpoint(checkpoint, cfg.log_dir)
-    return read_weights(cfg.init_from)
+        return None
+    if cfg.init_from != "scratch":
+        return read_weights(cfg.init_from)
+    if not cfg.sample:
+        return None
+    if not find_checkpoints(cfg.log_dir):
+        raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, or "
+                        "set --init_from.")
+    return read_weights(cfg.log_dir)
 
-def constants_set_by_weights(weights, preset_name, flags):
-    """Return {name: value} of the constants in Config that the weights determine.
+def constants_of_model(info, preset_name, flags):
+    """Return {name: value} of the constants in Config that a ModelInfo determines.
 
-    They always determine the model's constants, apart from dropout, and the encoding if it is
-    known. With FINETUNE, they also determine max_lr and T, unless FINETUNE or a flag sets these.
-    (If T is set elsewhere, check_model_fits() checks that it is not above their block_size.)
+    These are the model's constants, apart from dropout, and the encoding if it is known. T is not
+    one of them, since rows may be shorter than block_size (check_model_fits() checks this). But
+    with FINETUNE, T and max_lr are also derived, unless FINETUNE or a flag sets them.
     """
     names = asdict(Config()).keys() - {"dropout"}
-    constants = {name: value for name, value in weights.gpt_config.items() if name in names}
-    if weights.encoding:
-        constants["encoding"] = weights.encoding
+    constants = {name: value for name, value in info.gpt_config.items() if name in names}
+    if info.encoding:
+        constants["encoding"] = info.encoding
     if preset_name == "FINETUNE":
         # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
-        # max_lr is 1.3e-4. T is the largest power of two that fits the weights' context, up to 1024
-        suggested = {"max_lr": 0.1 / weights.gpt_config["n_embd"],
-                     "T": min(1024, 2 ** int(math.log2(weights.gpt_config["block_size"])))}
-        constants |= {name: value for name, value in suggested.items()
+        # max_lr is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
+        derived = {"max_lr": 0.1 / info.gpt_config["n_embd"],
+                   "T": min(1024, 2 ** int(math.log2(info.gpt_config["block_size"])))}
+        constants |= {name: value for name, value in derived.items()
                       if name not in FINETUNE and name not in flags}
     return constants
 
-def check_flags_against_weights(flags, constants, weights):
-    """Raise UserError for a flag that contradicts the constants that the weights set."""
+def check_flags_against_model(flags, constants, info):
+    """Raise UserError for a flag that contradicts the constants that a ModelInfo determines."""
     for name in flags.keys() & constants.keys():
         if flags[name] != str(constants[name]):
-            raise UserError(f"{name} is {constants[name]} in the weights {weights.source}: "
+            raise UserError(f"{name} is {constants[name]} in the weights {info.source}: "
                             f"leave out --{name}.")
 
 def describe_preset(preset_name, cfg):
@@ -1417,15 +1423,15 @@ def describe_preset(preset_name, cfg):
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
 
-def describe_weights(weights, constants, cfg_without_weights):
-    """Return a description of the weights: their source and the constants that they change.
+def describe_model(info, constants, cfg_before):
+    """Return a description of a ModelInfo: its source, and the constants that it changes.
 
-    constants: what constants_set_by_weights() returned.
+    constants: what constants_of_model() returned. cfg_before: the Config without these constants.
     """
-    before = asdict(cfg_without_weights)
+    before = asdict(cfg_before)
     changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in constants.items()
                if value != before[name]]
-    return f"weights   {weights.source} sets {', '.join(changed) or 'no constant'}"
+    return f"weights   {info.source} sets {', '.join(changed) or 'no constant'}"
 
 def check_config(cfg):
     """Raise UserError for values of constants that cannot work.
@@ -1829,7 +1835,7 @@ class RunFolder:
     def __init__(self, cfg, fingerprint, lock=None):
         self.cfg, self.path = cfg, Path(cfg.log_dir)
         self.fingerprint, self.lock = fingerprint, lock
-        self.starts = []          # time, step, command and versions of each start, for run.json
+        self.starts = []          # for run.json: a dict with the time, step, ... of each start
         self.log = None           # log.txt, once begin() has opened it
         self.executor = ThreadPoolExecutor(max_workers=1)
         self.last_save = None     # Future of the latest save, kept after it has finished
@@ -2108,7 +2114,7 @@ def build_state(raw_model, cfg, dtype):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
     for optimizer in state.optimizers:
-        keep_initial_values(optimizer)  # For edits: State may have added an optimizer
+        keep_initial_hyperparameters(optimizer)  # For edits: State may have added an optimizer
     check_can_be_saved(state.state_dict())
     return state
 
@@ -2196,7 +2202,8 @@ def write_log(run, step, metric, value):
 
 def gather_from_ranks(loss, norm, signal_came):
     """Return three lists with one entry per process: loss, norm, whether it received a signal."""
-    # Create the tensor on the GPU, because copying it there would make the CPU wait
+    # The CPU waits for the GPU only once, in tolist(). So create this tensor on the GPU, since
+    # copying it there would make the CPU wait, too
     signal_came = torch.full_like(loss, signal_came)
     mine = torch.stack((loss, norm, signal_came))
     everyones = [mine.clone() for _ in range(world_size())]
@@ -2380,8 +2387,8 @@ def sample_only(cfg, start, device):
     encoding, weights = get_encoding(cfg.encoding), start.weights
     model = build_model(cfg, start.gpt_config, weights).to(device)
     if is_of_other_code(weights.code):
-        print0(f"!!! {weights.source} was written by different code.")
-    print0(f"Samples from {weights.source}:")
+        print0(f"!!! {weights.info.source} was written by different code.")
+    print0(f"Samples from {weights.info.source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 
@@ -2454,8 +2461,8 @@ def result_of(run):
         result["tokens_per_second"] = round(tokens / statistics.median(run.step_seconds))
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    warnings = dict.fromkeys(warning for start in run.folder.starts
-                             for warning in start.get("warnings", []))
+    warnings = dict.fromkeys(warning for entry in run.folder.starts
+                             for warning in entry.get("warnings", []))
     return result | ({"warnings": list(warnings)} if warnings else {})
 
 def print_result(result):
@@ -2478,7 +2485,8 @@ def export(run):
         weights = weights_in_checkpoint(content, str(checkpoint_path or "the model"))
         model = build_model(run.cfg, run.state.raw_model.config, weights)
         save_hugging_face(model, path / "hf", run.encoding)
-        print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and hellaswag.py")
+        print0(f"exported {weights.info.source} to {path / 'hf'}/, for transformers and "
+               "hellaswag.py")
     except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {first_line(e)}.")
 

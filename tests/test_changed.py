@@ -198,7 +198,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
     weights = t.weights_in_checkpoint(saved, "saved")
-    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights)
+    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights.info)
     model = t.build_model(cfg, gpt_config, weights)
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
@@ -268,7 +268,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
         embeddings, *others = model.parameters()
         groups = [dict(params=others), dict(params=[embeddings], lr=cfg.max_lr / 100)]
         optimizers = [torch.optim.SGD(groups, lr=cfg.max_lr)]
-        t.keep_initial_values(optimizers[0])  # as build_state() does
+        t.keep_initial_hyperparameters(optimizers[0])  # as build_state() does
         return t.State(model, optimizers, scaler)
     cfg = t.Config(T=32, B=4, total_batch_size=128)
     run = stub_run(small(), cfg, ids(T=33))
@@ -285,7 +285,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
     # An edit may replace the optimizers during training
     run.ddp_model = run.state.raw_model
     run.state.optimizers = [torch.optim.SGD(run.state.raw_model.parameters(), lr=2 * cfg.max_lr)]
-    t.keep_initial_values(run.state.optimizers[0])
+    t.keep_initial_hyperparameters(run.state.optimizers[0])
     t.train_step(run)
     group = run.state.optimizers[0].param_groups[0]
     assert group["lr"] == pytest.approx(2 * t.get_lr(4, cfg))
@@ -299,7 +299,7 @@ def muon_state(saved=None, **in_group):
     group = optimizers[1].param_groups[0]
     group.update(in_group)
     del group["initial"]
-    t.keep_initial_values(optimizers[1])  # as at the end of an edited configure_optimizers()
+    t.keep_initial_hyperparameters(optimizers[1])  # as in an edited configure_optimizers()
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
     if saved:
         state.load_state_dict(saved)
@@ -344,9 +344,8 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     names = [field for field in dataclasses.fields(t.GPTConfig) if field.name != "dropout"]
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
-    weights = t.Weights("x", {"n_layer": 2}, "bytes", tensors={}, code=None)
-    cfg = t.Config(n_layer=2)
-    assert t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights).n_layer == 2
+    info = t.ModelInfo("x", {"n_layer": 2}, "bytes")
+    assert t.gpt_config_of_run(t.Config(), t.get_encoding("bytes"), info).n_layer == 2
 
 def average_and_running_mean(arrange, attribute):
     """Add attributes to State: torch's average of weights, a mean, a minimum and a history."""
@@ -403,19 +402,16 @@ def test_an_attribute_that_cannot_be_saved_is_reported_before_the_first_step(fol
     with pytest.raises(t.UserError, match="State.slow holds an object of type Parameter"):
         t.check_can_be_saved({"slow": {weight: weight}})  # as a key, which torch would not load
 
-def with_whole_groups(content, name=None):
-    """Return a checkpoint's optimizers with all values in their groups, as earlier versions did.
-
-    name: the key under which each group also holds its initial values.
-    """
-    model = t.GPT(t.GPTConfig(**content["gpt_config"]))
-    built = t.configure_optimizers(model, t.Config(**content["constants"]))
+def optimizers_of(content, change):
+    """Return a copy of a checkpoint's optimizers in which change() was applied to each group."""
     optimizers = copy.deepcopy(content["state"]["optimizers"])
-    for saved, optimizer in zip(optimizers, built, strict=True):
-        for i, initial in enumerate(optimizer.state_dict()["param_groups"]):
-            changed = saved["param_groups"][i]
-            saved["param_groups"][i] = initial | changed | ({name: initial} if name else {})
+    for optimizer in optimizers:
+        optimizer["param_groups"] = [change(group) for group in optimizer["param_groups"]]
     return optimizers
+
+def with_name(name):
+    """Return a function that renames the entry "initial" of a group."""
+    return lambda group: {name if key == "initial" else key: value for key, value in group.items()}
 
 def until_november_23(content):
     """Return a checkpoint's content in the form that the script wrote until 2026-11-23."""
@@ -424,21 +420,28 @@ def until_november_23(content):
     old |= {"step": state["step"], "scaler": state["scaler"]}
     old["numbers"] = {"step": state["step"], "minutes": state["minutes"]}
     old["model"], old["trained"] = content["eval_model"], state["raw_model"]
-    old["optimizers"] = with_whole_groups(content)
+    old["optimizers"] = optimizers_of(
+        content, lambda group: {key: value for key, value in group.items() if key != "initial"})
     old["optimizer_names"] = [optimizer.pop("class") for optimizer in old["optimizers"]]
     return old
 
 def on_november_24(content):
     """Return a checkpoint's content in the first form that the script wrote on 2026-11-24."""
     flat = {name: value for name, value in content.items() if name != "state"} | content["state"]
-    return flat | {"optimizers": with_whole_groups(content, "as_built")}
+    return flat | {"optimizers": optimizers_of(content, with_name("as_built"))}
 
 def at_the_end_of_november_24(content):
     """Return a checkpoint's content in the last form that the script wrote on 2026-11-24."""
-    state = content["state"] | {"optimizers": with_whole_groups(content, "in_code")}
+    state = content["state"] | {"optimizers": optimizers_of(content, with_name("in_code"))}
     return content | {"state": state}
 
-@pytest.mark.parametrize("earlier", [until_november_23, on_november_24, at_the_end_of_november_24])
+def on_november_25(content):
+    """Return a checkpoint's content in the first form that the script wrote on 2026-11-25."""
+    state = content["state"] | {"optimizers": optimizers_of(content, t.changed_values)}
+    return content | {"state": state}
+
+@pytest.mark.parametrize("earlier", [
+    until_november_23, on_november_24, at_the_end_of_november_24, on_november_25])
 def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
     """A run continues from a checkpoint with the former names of entries."""
     copied = folder / earlier.__name__
@@ -457,7 +460,7 @@ def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
 def test_weights_with_a_constant_that_the_code_lacks_are_refused(finished):
     """The message names the constant that GPTConfig lacks."""
     weights = t.read_weights(str(finished / LAST))
-    weights.gpt_config["width"] = 5
+    weights.info.gpt_config["width"] = 5
     with pytest.raises(t.UserError, match="was made with the constant width, which GPTConfig in"):
         t.GPT.from_pretrained(weights)
 

@@ -87,7 +87,7 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     The weights determine the model's shape and encoding. A flag that contradicts them is refused.
     """
     decided = dict(n_layer=2, n_head=3, n_embd=12, block_size=100, n_vocab=257)
-    weights = t.Weights("weights", decided, "bytes", {}, code=None)
+    weights = t.Weights(t.ModelInfo("weights", decided, "bytes"), {}, code=None)
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
     cfg, start, lines = t.resolve_config(given)
