@@ -351,14 +351,16 @@ class GPT(nn.Module):
 def build_model(cfg, gpt_config, weights=None):
     """Return the GPT of a run, with initial weights or with those in `weights`.
 
-    cfg is the Config of the run. weights: what read_weights() returned for init_from. It is None if
-    training starts from scratch, and also if a run is resumed, since the weights in its checkpoint
-    are loaded after this function has returned.
+    cfg: the Config of the run. weights: the Weights that a new run begins with (init_from). They
+    are None if training starts from scratch. They are also None if a run is resumed, for samples
+    and for the export. Then the weights in a checkpoint are loaded after this function has
+    returned.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
     parameters do not become parameters of the model. Before you call it in GPT.forward, move it
-    with .to(idx.device).
+    with .to(idx.device). Do not copy the model's own weights here, since they are different ones
+    when a run is resumed. Copy them in State.__post_init__().
     """
     torch.manual_seed(cfg.seed)  # For edits: layers without draw_later() use torch's generator
     model = GPT(gpt_config, cfg.seed)
@@ -562,21 +564,7 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     if for_muon:
         optimizers.append(Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio,
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
-    for optimizer in optimizers:
-        keep_initial_hyperparameters(optimizer)
     return optimizers
-
-def keep_initial_hyperparameters(optimizer):
-    """Store the hyperparameters that each group was built with, such as lr, in group["initial"].
-
-    step_optimizers() derives learning rates from them, and load_optimizer() finds out with them
-    which hyperparameters training has changed. For edits: if you add an optimizer or a group during
-    training, call this function for it, too.
-    """
-    for group in optimizer.param_groups:
-        if "initial" not in group:
-            group["initial"] = {name: value for name, value in group.items()
-                                if name not in ("params", "param_names")}
 
 # ---- Training
 @dataclass
@@ -727,6 +715,17 @@ def train_step(run):
     state.step += 1
     return step_loss, norm
 
+def keep_initial_hyperparameters(optimizer):
+    """Store the hyperparameters that each group was built with, such as lr, in group["initial"].
+
+    step_optimizers() derives learning rates from them, and load_optimizer() finds out with them
+    which hyperparameters training has changed.
+    """
+    for group in optimizer.param_groups:
+        if "initial" not in group:
+            group["initial"] = {name: value for name, value in group.items()
+                                if name not in ("params", "param_names")}
+
 def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
@@ -735,6 +734,8 @@ def step_optimizers(state, cfg, norm):
     curve.
     """
     for optimizer in state.optimizers:
+        # For edits: build_state() has already done this, but not for groups that were added later
+        keep_initial_hyperparameters(optimizer)
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
@@ -838,6 +839,14 @@ def is_stateful(value):
         return any(is_stateful(part) for part in value)
     return hasattr(value, "load_state_dict")
 
+def has_tensors(value):
+    """Return whether a value is a tensor, or a list or dict that contains one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(has_tensors(part) for part in value)
+    return torch.is_tensor(value)
+
 def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
@@ -846,15 +855,15 @@ def restore_state(state, saved):
 
     For edits: the code may have changed since `saved` was saved, so the attributes may differ:
 
-    - An object that is not in `saved` raises ValueError. Any other attribute that is not in `saved`
-      keeps its value.
+    - An object or a tensor that is not in `saved` raises ValueError, because its initial value may
+      depend on the initial weights. Any other attribute that is not in `saved` keeps its value.
     - A value that only `saved` has becomes an attribute, because train_step() may have created it.
       A dict raises ValueError, because it is probably what an object's state_dict() returned, and
       the code no longer creates this object.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
-        if is_stateful(value) and name not in saved:
+        if name not in saved and (is_stateful(value) or has_tensors(value)):
             raise ValueError(f"the checkpoint does not contain State.{name}")
     for name, content in saved.items():
         value = getattr(state, name, None)
@@ -884,10 +893,10 @@ def moved(content, device):
         return [moved(part, device) for part in content]
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- Checkpoints of optimizers. When a run is resumed, the hyperparameters of a group come from the
-# code, so that an edit takes effect. But a value that training has changed, such as a step count
-# that an optimizer stores in its groups, comes from the checkpoint. keep_initial_hyperparameters()
-# has stored the first values in group["initial"]. A value that differs from them was changed
+# ---- Checkpoints of optimizers. When a run is resumed, the hyperparameters of optimizer groups
+# come from the code, so that an edit takes effect. But a value that training has changed, such as
+# a step count that an optimizer stores in a group, comes from the checkpoint. A value was changed
+# if it differs from the one in group["initial"], which keep_initial_hyperparameters() has stored
 def content_of_optimizer(optimizer):
     """Return the form in which a checkpoint stores an optimizer."""
     return optimizer.state_dict() | {"class": type(optimizer).__name__}
@@ -2010,7 +2019,8 @@ def set_up(cfg, start, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     checkpoint, encoding = start.checkpoint, get_encoding(cfg.encoding)
-    check_model_fits(start.gpt_config, cfg, encoding)
+    if cfg.init_from != "scratch":
+        check_model_fits(start.gpt_config, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
     cfg = replace(cfg, max_steps=final_max_steps(cfg, start, device, loaders))
@@ -2026,7 +2036,7 @@ def set_up(cfg, start, device):
     return run
 
 def check_model_fits(gpt_config, cfg, encoding):
-    """Raise UserError if a model has the wrong vocabulary or too short a context."""
+    """Raise UserError if the model in init_from has the wrong vocabulary or too short a context."""
     n_vocab, block_size = gpt_config.n_vocab, gpt_config.block_size
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
@@ -2114,7 +2124,7 @@ def build_state(raw_model, cfg, dtype):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
     for optimizer in state.optimizers:
-        keep_initial_hyperparameters(optimizer)  # For edits: State may have added an optimizer
+        keep_initial_hyperparameters(optimizer)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -2385,7 +2395,8 @@ def print_sample(run):
 def sample_only(cfg, start, device):
     """Print cfg.sample samples from the weights in `start`, computed in float32."""
     encoding, weights = get_encoding(cfg.encoding), start.weights
-    model = build_model(cfg, start.gpt_config, weights).to(device)
+    model = build_model(cfg, start.gpt_config).to(device)
+    load_weights(model, weights)
     if is_of_other_code(weights.code):
         print0(f"!!! {weights.info.source} was written by different code.")
     print0(f"Samples from {weights.info.source}:")
@@ -2483,7 +2494,8 @@ def export(run):
         else:  # a new model with max_steps=0 has no checkpoint
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(content, str(checkpoint_path or "the model"))
-        model = build_model(run.cfg, run.state.raw_model.config, weights)
+        model = build_model(run.cfg, run.state.raw_model.config)
+        load_weights(model, weights)
         save_hugging_face(model, path / "hf", run.encoding)
         print0(f"exported {weights.info.source} to {path / 'hf'}/, for transformers and "
                "hellaswag.py")

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 SCRIPTS = Path(__file__).resolve().parent.parent  # the folder of the scripts to check
+GENERATOR = torch.Generator  # watch_seeds() replaces the class in torch
 KILLED = 9  # exit status of a run that was to be killed
 # To find out whether validation data is trained on: the shortest row in tokens, since shorter ones
 # may be equal by chance, how many rows to compare, and in how many tokens of a file to search
@@ -132,11 +133,12 @@ def watch_forward_passes(run, report):
     def before(model, args):
         states.append((get_state(), torch.initial_seed()))
         if torch.is_grad_enabled() and len(rows) < MOST_ROWS and args:
-            rows.extend(args[0][:16].cpu().numpy())
-            report["shifted"].append(share_of_shifted_rows(*args))
-            new, looked_up = report["new_targets"]
-            more_new, more = rows_of_new_targets(loader, *args)
-            report["new_targets"] = (new + more_new, looked_up + more)
+            with contextlib.suppress(Exception):  # an edit may have other inputs
+                rows.extend(args[0][:16].cpu().numpy())
+                report["shifted"].append(share_of_shifted_rows(*args))
+                new, looked_up = report["new_targets"]
+                more_new, more = rows_of_new_targets(loader, *args)
+                report["new_targets"] = (new + more_new, looked_up + more)
 
     def after(model, args, outputs):
         state, seed = states.pop()
@@ -165,14 +167,16 @@ def share_of_shifted_rows(x, y=None, *args):
 def rows_of_new_targets(loader, x, y=None, *args):
     """Return how many rows of targets y (B, T) are not part of the training text, and of how many.
 
-    Rows with ignored targets are not looked up, and neither are rows of shards, because their
-    tokens are not all in memory.
+    Rows with ignored targets are not looked up, and neither are rows of shards or of a large text,
+    because this would take long.
     """
     shard = loader.shards[0] if len(getattr(loader, "shards", ())) == 1 else None
     if not isinstance(shard, np.ndarray) or not torch.is_tensor(y) or y.dim() != 2:
         return 0, 0
+    if len(shard) > MOST_TOKENS:
+        return 0, 0
     rows = [row for row in y[:4].cpu().numpy() if len(row) >= SHORTEST_ROW and row.min() >= 0]
-    return len(rows) - count_parts(rows, shard[:MOST_TOKENS].astype(np.uint32)), len(rows)
+    return len(rows) - count_parts(rows, shard.astype(np.uint32)), len(rows)
 
 def training_and_validation(t, run, loader, rows):
     """Return what training and the validation with a loader have in common.
@@ -349,22 +353,34 @@ def watch_gradients(run):
     nonzero, with_zeros, magnitudes = {}, set(), {}
     state, first_step = run.state, run.state.step
 
-    def before_step(optimizer, args, kwargs):
+    def look(optimizer):
         for group in optimizer.param_groups:
             for p in group["params"]:
                 name = names.get(id(p))
-                if p.grad is not None and p.grad.any():
+                if name is None or p.grad is None:
+                    continue
+                if p.grad.any():
                     if name not in nonzero:
                         values = p.grad.flatten()[:2**16].abs()
                         if values.count_nonzero() >= 1000:
                             magnitudes[name] = len(values[values > 0].unique())
                     nonzero[name] = nonzero.get(name, False) | (p.grad != 0)
-                elif p.grad is not None and state.step > first_step:
+                elif state.step > first_step:
                     with_zeros.add(name)
-    for optimizer in run.state.optimizers:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(before_step)
+    before_each_step(state, look)
     return nonzero, magnitudes, with_zeros
+
+def before_each_step(state, look):
+    """Call look(optimizer) before each step of each optimizer.
+
+    Ignore an error in it, since an edit may have changed anything that it looks at.
+    """
+    def hook(optimizer, args, kwargs):
+        with contextlib.suppress(Exception):
+            look(optimizer)
+    for optimizer in state.optimizers:
+        if isinstance(optimizer, torch.optim.Optimizer):
+            optimizer.register_step_pre_hook(hook)
 
 def watch_learning_rates(t, run):
     """Return {group: factors}, to which each step adds a group's lr divided by the scheduled one.
@@ -373,28 +389,24 @@ def watch_learning_rates(t, run):
     """
     state, cfg, factors = run.state, run.cfg, defaultdict(set)
 
-    def before_step(optimizer, args, kwargs):
+    def look(optimizer):
         for i, group in enumerate(optimizer.param_groups):
             initial = group.get("initial", {}).get("lr", 0.0)
             scheduled = initial * t.get_lr(state.step, cfg) / cfg.max_lr
             if scheduled > 0:
                 name = f"group {i} of {type(optimizer).__name__}"
                 factors[name].add(round(float(group["lr"]) / scheduled, 9))
-    for optimizer in state.optimizers:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(before_step)
+    before_each_step(state, look)
     return factors
 
 def watch_weights(state):
     """Return {step: a sample of raw_model's weights before this step}, filled during training."""
     samples = {}
 
-    def before_step(optimizer, args, kwargs):
+    def look(optimizer):
         if state.step not in samples:
             samples[state.step] = sample_of_weights(state.raw_model)
-    for optimizer in state.optimizers:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(before_step)
+    before_each_step(state, look)
     return samples
 
 def sample_of_weights(model):
@@ -408,15 +420,13 @@ def watch_average(state):
     """
     notes, before = [], {}  # {step: checksum of eval_model} when the first optimizer takes its step
 
-    def before_step(optimizer, args, kwargs):
+    def look(optimizer):
         if state.eval_model is not state.raw_model and not notes:
             now = crc_of(next(state.eval_model.parameters()))
             if before.setdefault(state.step, now) != now:
                 notes.append("eval_model changes between the steps of two optimizers, so it is "
                              "updated several times per step. Update it after step_optimizers().")
-    for optimizer in state.optimizers:
-        if isinstance(optimizer, torch.optim.Optimizer):
-            optimizer.register_step_pre_hook(before_step)
+    before_each_step(state, look)
     return notes
 
 def notes_about_schedules(t, cfg):
@@ -805,7 +815,7 @@ def notes_about_order(t, run):
         logits, turned, changed = (model(ids)[0][:, -1].float()
                                    for ids in (x, reversed_order, other))
     influence = (changed - logits).abs().max().item()
-    if influence < 1e-5 or (turned - logits).abs().max().item() > 1e-2 * influence:
+    if influence < 1e-5 or (turned - logits).abs().max().item() > 1e-4 * influence:
         return []
     return ["in a model with one layer, the order of the earlier tokens has no influence on the "
             "logits at the last one. If the model should know positions, check that they are used "
@@ -846,8 +856,9 @@ def buffers_restored(model):
         yield
     finally:
         for name, b in model.named_buffers():
-            if name in before and before[name].shape == b.shape:
-                b.copy_(before[name])
+            if name in before and before[name].shape == b.shape and not b.equal(before[name]):
+                with torch.no_grad():
+                    b.copy_(before[name])
 
 def notes_about_targets(model, x, y):
     """Return a note if training predicts a target from inputs that come after it.
@@ -862,16 +873,18 @@ def notes_about_targets(model, x, y):
     gradients, other = [], y.clone()
     other[:, 0] = (y[:, 0] + 1) % (int(y.max()) + 1)
     try:
-        for targets in (y, other):
+        for targets in (y, y, other):
             torch.manual_seed(0)
             outputs.clear()
             with buffers_restored(model):
                 loss = model(x, targets)[1]
-            gradients.append(torch.autograd.grad(loss, outputs[0])[0].float())  # (B, T, C)
+                gradients.append(torch.autograd.grad(loss, outputs[0])[0].float())  # (B, T, C)
     finally:
         hook.remove()
+    if (gradients[0] - gradients[1]).norm() > 1e-4 * gradients[0].norm():
+        return []  # the model draws random numbers from a generator of its own
     # Only the first input may have an influence on how well the first target is predicted
-    change = (gradients[0] - gradients[1]).norm(dim=-1).amax(dim=0)  # (T,)
+    change = (gradients[0] - gradients[2]).norm(dim=-1).amax(dim=0)  # (T,)
     places = (change[1:] > 1e-3 * change.max()).nonzero().flatten() + 1
     if not len(places):
         return []
@@ -890,12 +903,9 @@ def notes_about_modes(cfg, gap):
 
 def notes_in_training_mode(model, x, y):
     """Return notes on the training loss of inputs and targets (B, T)."""
-    try:
-        with torch.enable_grad():
-            return (notes_about_dimensions(model, x, y) + notes_about_loss(model, x, y)
-                    + notes_about_targets(model, x, y))
-    except Exception:  # an edit may have given forward() other arguments; a note must not stop
-        return []
+    with torch.enable_grad():
+        return (noted(notes_about_dimensions, model, x, y) + noted(notes_about_loss, model, x, y)
+                + noted(notes_about_targets, model, x, y))
 
 class WatchDimensions(torch.overrides.TorchFunctionMode):
     """Records operations that normalize over a dimension other than the last one.
@@ -994,7 +1004,7 @@ def unsaved_values(t, run):
 
 def fingerprint(value):
     """Return a checksum of a tensor, generator, number or container, or None for other objects."""
-    if isinstance(value, torch.Generator):
+    if isinstance(value, GENERATOR):
         value = value.get_state()
     if torch.is_tensor(value):
         return crc_of(value)

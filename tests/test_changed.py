@@ -211,6 +211,16 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     with mock.patch.object(t, "State", Averaged):
         with pytest.raises(t.UserError, match="checkpoint does not contain State.average"):
             t.restore_checkpoint(t.build_state(model, cfg, torch.float32), saved, "run")
+    # Neither would a copy of the weights with which a run begins. Other values are kept
+    for value, is_refused in (({"weights": [torch.ones(1)]}, True), (7, False), ([], False)):
+        state = t.build_state(model, cfg, torch.float32)
+        state.mine = value
+        if is_refused:
+            with pytest.raises(t.UserError, match="checkpoint does not contain State.mine"):
+                t.restore_checkpoint(state, saved, "run")
+        else:
+            t.restore_checkpoint(state, saved, "run")
+            assert state.mine == value
 
 def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
     """The checksum covers the code and the modules beside it, but not comments or constants.
@@ -285,7 +295,6 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
     # An edit may replace the optimizers during training
     run.ddp_model = run.state.raw_model
     run.state.optimizers = [torch.optim.SGD(run.state.raw_model.parameters(), lr=2 * cfg.max_lr)]
-    t.keep_initial_hyperparameters(run.state.optimizers[0])
     t.train_step(run)
     group = run.state.optimizers[0].param_groups[0]
     assert group["lr"] == pytest.approx(2 * t.get_lr(4, cfg))
@@ -296,10 +305,9 @@ def muon_state(saved=None, **in_group):
     in_group: numbers that replace those of Muon's group, as after an edit.
     """
     optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
-    group = optimizers[1].param_groups[0]
-    group.update(in_group)
-    del group["initial"]
-    t.keep_initial_hyperparameters(optimizers[1])  # as in an edited configure_optimizers()
+    optimizers[1].param_groups[0].update(in_group)
+    for optimizer in optimizers:
+        t.keep_initial_hyperparameters(optimizer)  # as build_state() does
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
     if saved:
         state.load_state_dict(saved)
@@ -329,14 +337,16 @@ def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
             del group["initial"]
     assert muon_state(old, momentum=0.5).optimizers[1].param_groups[0]["momentum"] == 0.8
 
-def test_an_optimizer_that_state_adds_has_initial_values(monkeypatch):
-    """State.__post_init__, which an edit may define, may add to the optimizers."""
+def test_hyperparameters_that_state_sets_are_initial_ones(monkeypatch):
+    """State.__post_init__, which an edit may define, may add optimizers and change groups."""
     @dataclasses.dataclass
     class Mine(t.State):
         def __post_init__(self):
+            self.optimizers[0].param_groups[0]["lr"] = 3.0
             self.optimizers.append(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0))
     monkeypatch.setattr(t, "State", Mine)
     state = t.build_state(small(), t.Config(), torch.float32)
+    assert state.optimizers[0].param_groups[0]["initial"]["lr"] == 3.0
     assert state.optimizers[-1].param_groups[0]["initial"]["lr"] == 2.0
 
 def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
@@ -758,6 +768,35 @@ def scaled_mlp(arrange, scale):
     real_forward, arrange.t.MLP.forward = arrange.t.MLP.forward, forward
     arrange.t.MLP.scale = 1.0
     real_build, arrange.t.build_model = arrange.t.build_model, build_model
+
+def halved_gain(arrange, _):
+    """Let build_model() halve a gain after it has loaded weights."""
+    def build_model(*args, **words):
+        model = real(*args, **words)
+        model.transformer.ln_f.weight.data.mul_(0.5)
+        return model
+    real, arrange.t.build_model = arrange.t.build_model, build_model
+
+def write_gain_of_sample(arrange, path):
+    """Write the mean gain of the model that is sampled to a file."""
+    def sample_text(model, *args, **words):
+        path.write_text(str(model.transformer.ln_f.weight.mean().item()))
+        return real(model, *args, **words)
+    real, arrange.t.sample_text = arrange.t.sample_text, sample_text
+
+@pytest.mark.usefixtures("is_gpt2")
+def test_an_edit_of_the_first_weights_does_not_change_trained_weights(folder):
+    """Samples and the export have the weights in the checkpoint, and so does a resumed run."""
+    flags = dict(max_steps=5, hide=())
+    run = succeed(Forked(folder / "halved", arrange={halved_gain: 0}, **flags))
+    run = succeed(Forked(run.log_dir, arrange={halved_gain: 0}, **flags))
+    gain = load(run.log_dir / "checkpoint_00005.pt")["eval_model"]["transformer.ln_f.weight"]
+    assert 0.4 < gain.mean() < 0.6
+    exported = t.load_hugging_face(str(run.log_dir / "hf")).transformer.ln_f.weight
+    assert torch.equal(exported, gain)
+    seen = folder / "seen gain"
+    succeed(Forked(run.log_dir, sample=1, arrange={halved_gain: 0, write_gain_of_sample: seen}))
+    assert float(seen.read_text()) == pytest.approx(gain.mean().item())
 
 def write_scale_of_sample(arrange, path):
     """Write the scale of the model that is sampled to a file."""

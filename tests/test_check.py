@@ -686,6 +686,21 @@ def test_targets_that_are_predicted_from_inputs_after_them_are_noted():
     roll, = check_run.notes_about_targets(Shifted(lambda y: y.roll(1, 1)), x, y)
     assert "from later inputs (at position 1 and 0 others)" in roll
     assert check_run.notes_about_targets(torch.nn.Linear(1, 1), x, y) == []
+    # A model that draws random numbers from a generator of its own
+    noisy, generator = Shifted(lambda y: y[:, 1:]), torch.Generator().manual_seed(0)
+    noisy.transformer.wte.register_forward_hook(
+        lambda module, args, output: output + torch.randn(output.shape, generator=generator))
+    assert check_run.notes_about_targets(noisy, x, y) == []
+
+def test_a_note_on_the_loss_does_not_depend_on_other_notes():
+    """An error in one of the three functions leaves out its own note only."""
+    def model(x, y):
+        logits = torch.zeros(*x.shape, 8, requires_grad=True)
+        return logits, 9 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+    tokens = torch.arange(18).view(2, 9) % 8
+    with mock.patch.object(check_run, "notes_about_targets", side_effect=RuntimeError):
+        note, = check_run.notes_in_training_mode(model, tokens, tokens)
+    assert note.startswith("the training loss of two rows is 18.7")
 
 def test_gradients_of_zeros_are_noted():
     assert check_run.notes_about_zeros(set()) == []
@@ -732,14 +747,20 @@ def test_operations_over_other_dimensions_are_noted(monkeypatch):
         assert len(notes) == bool(text) and text in "".join(notes)
 
 def test_matrices_with_few_gradients_are_noted():
-    """An embedding gets gradients only for the tokens that occur."""
+    """An embedding gets gradients only for the tokens that occur.
+
+    An optimizer may also have parameters that do not belong to the model.
+    """
     model = torch.nn.Sequential(torch.nn.Embedding(9, 2), torch.nn.Linear(2, 2, bias=False))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    others = [torch.nn.Parameter(torch.ones(n)) for n in (1, 2)]
+    optimizer = torch.optim.SGD([*others, *model.parameters()], lr=1.0)
+    for p in others:
+        p.grad = torch.ones(len(p))
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, optimizers=[optimizer], step=0))
     nonzero, _, _ = check_run.watch_gradients(run)
     for column in (0, 1):
-        optimizer.zero_grad()
+        model.zero_grad()
         model(torch.tensor([1]))[:, column].sum().backward()
         model[1].weight.grad[1] = 0
         optimizer.step()
@@ -787,7 +808,7 @@ def test_logits_of_the_padding_are_reported():
     with pytest.raises(ValueError, match="6 logits per token, but the encoding has 5 ids"):
         check_run.cross_entropy(run, lambda idx: (logits, None))
 
-def test_what_a_checkpoint_lacks_is_named():
+def test_what_a_checkpoint_lacks_is_named(monkeypatch):
     """Values that change during training, and that no checkpoint holds, are found: attributes of
     modules and optimizers, of their classes and of the training loader, fields of Run, globals, and
     generators other than torch's."""
@@ -802,6 +823,7 @@ def test_what_a_checkpoint_lacks_is_named():
     loader = types.SimpleNamespace(generator=np.random.default_rng(0), last_shard=None)
     run = types.SimpleNamespace(state=state, mean=0.0, step_seconds=[], train_loader=loader)
     t = types.SimpleNamespace(NOISE=torch.Generator().manual_seed(0), LIMIT=3)
+    monkeypatch.setattr(torch, "Generator", type("Watched", (torch.Generator,), {}))  # see Watched
     before = check_run.unsaved_values(t, run)
     assert check_run.unsaved_values(t, run) == before
     model.kept += 1
@@ -982,7 +1004,7 @@ def test_small_differences_of_a_metric_are_compared_with_its_noise(tmp_path):
     assert len(notes("50.1")) == 1 and notes("50.12") == []
 
 def test_targets_that_are_not_in_the_text_are_noted():
-    """Rows of shards and rows with ignored targets are not looked up."""
+    """Rows of shards and of large texts, and rows with ignored targets, are not looked up."""
     text = np.arange(4000, dtype=np.uint16)
     loader = types.SimpleNamespace(shards=[text])
     y = torch.arange(96).view(2, 48)
@@ -991,16 +1013,21 @@ def test_targets_that_are_not_in_the_text_are_noted():
     assert count(loader, y, y.flip(1)) == (2, 2)
     assert count(loader, y, y.masked_fill(y == 50, -100)) == (0, 1)
     assert count(loader, y) == count(types.SimpleNamespace(shards=[text, text]), y, y) == (0, 0)
+    large = np.zeros(check_run.MOST_TOKENS + 1, dtype=np.uint16)
+    assert count(types.SimpleNamespace(shards=[large]), y, y) == (0, 0)
     assert check_run.notes_about_new_targets(0, 9) == check_run.notes_about_new_targets(0, 0) == []
     note, = check_run.notes_about_new_targets(2, 9)
     assert note.startswith("the targets of 2 of 9 rows are not part of the training text")
 
 @pytest.mark.usefixtures("is_gpt2")
 def test_a_model_without_positions_is_noted():
-    """The order of earlier tokens has an influence on GPT-2 through its position embedding."""
-    config = train_gpt2.GPTConfig(block_size=16, n_vocab=257, vocab_size=384, n_layer=2, n_head=2,
-                                  n_embd=16)
-    batch = torch.randint(257, (1, 16), generator=torch.Generator().manual_seed(0))
+    """The order of earlier tokens has an influence on GPT-2 through its position embedding.
+
+    In a long row, this influence is small.
+    """
+    config = train_gpt2.GPTConfig(block_size=256, n_vocab=257, vocab_size=384, n_layer=2, n_head=2,
+                                  n_embd=128)
+    batch = torch.randint(257, (1, 256), generator=torch.Generator().manual_seed(0))
     run = types.SimpleNamespace(
         state=types.SimpleNamespace(raw_model=train_gpt2.GPT(config)), device=torch.device("cpu"),
         cfg=train_gpt2.Config(), val_loader=mock.Mock(batch=lambda *args: (batch, batch)))
@@ -1044,6 +1071,10 @@ def test_learning_rates_that_differ_from_the_schedule_by_a_factor_are_noted():
         notes = check_run.notes_about_factors(found)
         assert len(notes) == n
     assert found == {"group 0 of SGD": {0.9, 0.81}}
+    # An edit may have given get_lr() another argument
+    with mock.patch.object(train_gpt2, "get_lr", lambda step, cfg, group: 1.0):
+        assert check_run.watch_learning_rates(train_gpt2, run) == {}
+        optimizer.step()
 
 def test_parameters_that_are_one_object_are_noted():
     """The tied embedding of GPT-2 is one object on purpose."""
@@ -1080,13 +1111,17 @@ def test_attention_that_cannot_become_sharp_is_noted():
         notes = check_run.notes_about_dimensions(operation, x, None)
         assert len(notes) == n and all("almost uniform" in note for note in notes)
 
-@torch.no_grad()
 def test_buffers_are_restored():
+    """A backward pass is still possible, since a buffer that has not changed is not overwritten."""
     model = torch.nn.BatchNorm1d(2)
+    model.register_buffer("scale", torch.ones(2))
+    weight = torch.ones(2, requires_grad=True)
     with check_run.buffers_restored(model):
         model(torch.randn(4, 2))
+        output = weight * model.scale
         assert model.num_batches_tracked == 1
     assert model.num_batches_tracked == 0 and not model.running_mean.any()
+    output.sum().backward()
 
 def test_validation_text_in_lower_case_is_noted():
     """Different texts give no note."""
