@@ -463,8 +463,8 @@ def start_workers(nprocs, encoding_name):
     If a signal arrives meanwhile, this process waits until all workers have started, and then ends.
     (If it ended at once, a worker that is still starting would print a traceback.)
     """
-    # The first protects this process, the second protects the workers. Blocking alone would not
-    # protect this process, because a library's thread might receive the signal
+    # own_signals_postponed() is for this process. Blocking signals in this thread would not be
+    # enough for it, because a different thread, started by a library, might receive them
     with own_signals_postponed(), signals_blocked_for_children():
         return [Worker(encoding_name) for _ in range(nprocs)]
 
@@ -558,6 +558,9 @@ def settings_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
+    # If these shards contain the whole corpus, file_number is the number of files that it had. If
+    # files were added since, the first of them has this number as its index, so the settings differ
+    # from those in the manifest. This is intended, since the last shard is not full
     last = shards[-1].end.file_number if shards else -1
     for number, (url, size) in enumerate(files[:last + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -618,11 +621,7 @@ def find_finished(cfg, files):
     manifest = folder / "manifest.json"
     if manifest.exists():
         before, shards = read_manifest(manifest)
-        # If the shards do not contain the whole corpus, files may be added to it. (Their settings
-        # end with the file in which the last shard ends.) But if they contain it, no file may be
-        # added, because the last shard is not full. An added file is then in `now`, but not in
-        # `before`: at the end of the corpus, file_number is the number of files before the
-        # addition, which is the index of the added file
+        # Files that come after those in settings_of() may have been added or changed
         now = settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]

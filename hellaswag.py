@@ -261,7 +261,8 @@ def ending_losses(model, tokens, is_ending):
     # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
     # and a plain function returns the logits (R, N - 1, V) themselves.
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
-    # For each of the n targets that belong to an ending, compute its loss (n,) and its row (n,)
+    # For each of the n targets that belong to an ending, compute its loss (n,) and its row (n,).
+    # Indexing with in_ending and nonzero() return these targets in the same order
     losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
     row_of_loss = in_ending.nonzero()[:, 0].cpu()
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64

@@ -127,8 +127,8 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", compile=False)
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
-# shape and the encoding. Unless you add max_lr and T here, constants_of_model() derives them from
-# the size of the model
+# shape and the encoding. Unless you add max_lr and T here, config_values_of_model() derives them
+# from the size of the model
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
@@ -140,8 +140,9 @@ FINETUNE = dict(
 # weights are drawn in two steps: draw_later() marks the weight of a layer, and when GPT.__init__
 # has built all layers, init_weights() draws the marked weights.
 #
-# For edits: until then, these weights are filled with the following number. It is so large that
-# check_parameters() can report a weight that was scaled or copied before it was drawn
+# For edits: until a marked weight is drawn, all its elements are PLACEHOLDER. If an edit sets
+# elements to other values, they keep these values. PLACEHOLDER is so large that check_parameters()
+# can report a weight that was scaled or copied before it was drawn
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -348,25 +349,19 @@ class GPT(nn.Module):
         return model
 
 # ---- The model to train
-def build_model(cfg, gpt_config, weights=None):
-    """Return the GPT of a run, with initial weights or with those in `weights`.
+def build_model(cfg, gpt_config):
+    """Return the GPT of a run, with initial weights. cfg: the Config of the run.
 
-    cfg: the Config of the run. weights: the Weights that a new run begins with (init_from). They
-    are None if training starts from scratch. They are also None if a run is resumed, for samples
-    and for the export. Then the weights in a checkpoint are loaded after this function has
-    returned.
+    If the model should have other weights, for example pretrained ones or those of a checkpoint,
+    the caller loads them afterwards.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
     parameters do not become parameters of the model. Before you call it in GPT.forward, move it
-    with .to(idx.device). Do not copy the model's own weights here, since they are different ones
-    when a run is resumed. Copy them in State.__post_init__().
+    with .to(idx.device).
     """
     torch.manual_seed(cfg.seed)  # For edits: layers without draw_later() use torch's generator
-    model = GPT(gpt_config, cfg.seed)
-    if weights:
-        load_weights(model, weights)
-    return model
+    return GPT(gpt_config, cfg.seed)
 
 # ---- Data
 class DataLoaderLite:
@@ -515,10 +510,9 @@ class Muon(torch.optim.Optimizer):
         if "momentum_buffer" not in self.state[p]:
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
-        # a.lerp(b, w) is (1 - w) * a + w * b. So both lines compute
-        # momentum * average + (1 - momentum) * p.grad, the second one with the new average
-        average.lerp_(p.grad, 1 - momentum)
-        ahead = p.grad.lerp(average, momentum)
+        # a.lerp(b, w) is (1 - w) * a + w * b
+        average.lerp_(p.grad, 1 - momentum)     # momentum * average + (1 - momentum) * p.grad
+        ahead = p.grad.lerp(average, momentum)  # (1 - momentum) * p.grad + momentum * average
         return ahead.to(self.dtype)
 
     @torch.no_grad()
@@ -575,9 +569,9 @@ class State:
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. Any other attribute raises an error before the first
-    step. To derive an attribute from the weights with which the run starts (for example a copy of
-    them), add a method __post_init__(self). When a run is resumed, the saved value of the attribute
-    is restored.
+    step. To change the weights with which a run begins, or to copy them into an attribute, add a
+    method __post_init__(self) to this class. When a run is resumed, the saved weights and the saved
+    value of the attribute are restored after this method has returned.
 
     raw_model is the GPT without the DDP wrapper. If it is compiled, this is done in place, by
     raw_model.compile(), so raw_model(idx) runs the compiled code.
@@ -586,7 +580,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time spent on steps, except the first one after each start
+    minutes: float = 0.0          # time spent on steps so far, except the first after each start
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -662,7 +656,7 @@ def read_step(run):
     my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
-def counts_over_mean(batches):
+def counts_relative_to_mean(batches):
     """Return each micro-batch's number of targets, divided by the mean number per micro-batch.
 
     For edits: each result is 1, unless an edit of read_step() masks targets (sets them to -100).
@@ -685,7 +679,7 @@ def train_step(run):
     batches = read_step(run)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    for (row, x, y), count_over_mean in zip(batches, counts_over_mean(batches)):
+    for (row, x, y), relative_count in zip(batches, counts_relative_to_mean(batches)):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
         # run repeats it. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
@@ -700,7 +694,7 @@ def train_step(run):
             # backward() adds up the gradients of the micro-batches, but the gradient of the step is
             # their mean. So divide each loss by the number of micro-batches
             loss = loss / len(batches)
-            loss = loss * count_over_mean  # For edits: this is 1, unless targets are masked
+            loss = loss * relative_count  # For edits: this is 1, unless targets are masked
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
@@ -715,8 +709,8 @@ def train_step(run):
     state.step += 1
     return step_loss, norm
 
-def keep_initial_hyperparameters(optimizer):
-    """Store the hyperparameters that each group was built with, such as lr, in group["initial"].
+def ensure_initial_hyperparameters(optimizer):
+    """If a group has no entry "initial" yet, store its hyperparameters there, such as lr.
 
     step_optimizers() derives learning rates from them, and load_optimizer() finds out with them
     which hyperparameters training has changed.
@@ -734,8 +728,8 @@ def step_optimizers(state, cfg, norm):
     curve.
     """
     for optimizer in state.optimizers:
-        # For edits: build_state() has already done this, but not for groups that were added later
-        keep_initial_hyperparameters(optimizer)
+        # For edits: build_state() has done this for all groups except those that were added later
+        ensure_initial_hyperparameters(optimizer)
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
@@ -762,8 +756,9 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (If the run
-            # can already be resumed from this step, nothing is written)
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
+            # written if the run can already be resumed from this step, for example from step 0,
+            # since the seed determines the initial weights)
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -796,9 +791,10 @@ def train(run):
 #         set_up()            opens the data, and calls
 #             steps_that_fit()    with --minutes: takes trial steps in a run of its own
 #             build_run()         builds what train() uses:
-#                 build_model()         the model, with initial weights or those in init_from
+#                 build_model()         the model, with initial weights
+#                 load_weights()        in a new run with init_from: the pretrained weights
 #                 build_state()         the optimizers and State
-#                 restore_checkpoint()  if a run is resumed: all weights and the rest of State
+#                 restore_checkpoint()  in a resumed run: all weights and the rest of State
 #         train()             calls finish() at the end
 #
 # ---- Checkpoints. A checkpoint is a dict with these entries:
@@ -896,7 +892,9 @@ def moved(content, device):
 # ---- Checkpoints of optimizers. When a run is resumed, the hyperparameters of optimizer groups
 # come from the code, so that an edit takes effect. But a value that training has changed, such as
 # a step count that an optimizer stores in a group, comes from the checkpoint. A value was changed
-# if it differs from the one in group["initial"], which keep_initial_hyperparameters() has stored
+# if the checkpoint's group has a different one in "initial" (see ensure_initial_hyperparameters).
+# Training also changes lr, but the lr in the checkpoint has no effect: step_optimizers() computes
+# it anew from the "initial" of the code's group
 def content_of_optimizer(optimizer):
     """Return the form in which a checkpoint stores an optimizer."""
     return optimizer.state_dict() | {"class": type(optimizer).__name__}
@@ -1011,8 +1009,8 @@ def in_todays_form(content):
         content = move_into_state(content)
     for optimizer in content["state"].get("optimizers", []):
         for group in optimizer["param_groups"]:
-            # Until 25 November 2026, "initial" had one of these names. (The earliest versions did
-            # not have it, and on that day, groups had only changed values)
+            # Until 25 November 2026, "initial" had one of these names. (It was missing until 23
+            # November. Then all values of the checkpoint are restored)
             for name in group.keys() & {"in_code", "as_built"}:
                 group["initial"] = group.pop(name)
     return content
@@ -1213,18 +1211,17 @@ def info_in_checkpoint(content, source):
     """Return the ModelInfo of a checkpoint. content: what read_checkpoint() returned."""
     return ModelInfo(source, content["gpt_config"], content["encoding"])
 
-def gpt_config_of_run(cfg, encoding, info=None):
-    """Return the GPTConfig of a run's model.
-
-    info: the ModelInfo of the weights with which the run begins or began. It determines all
-    constants except dropout. Without it, cfg and the encoding determine them.
-    """
+def gpt_config_from_scratch(cfg, encoding):
+    """Return the GPTConfig of a model for which no weights exist. Config determines it."""
     # For edits: you may have added constants to both Config and GPTConfig
     in_both = asdict(GPTConfig()).keys() & asdict(cfg).keys()
-    if info is None:
-        return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
-                         vocab_size=padded(encoding.n_vocab),
-                         **{name: getattr(cfg, name) for name in in_both})
+    return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
+                     vocab_size=padded(encoding.n_vocab),
+                     **{name: getattr(cfg, name) for name in in_both})
+
+def gpt_config_for_training(info, cfg):
+    """Return the GPTConfig of a model whose weights exist, with the dropout in cfg."""
+    in_both = asdict(GPTConfig()).keys() & asdict(cfg).keys()
     # For edits: a constant that did not exist when the weights were made also comes from cfg
     from_cfg = {name for name in in_both if name == "dropout" or name not in info.gpt_config}
     return gpt_config_of_model(info, {name: getattr(cfg, name) for name in from_cfg})
@@ -1282,9 +1279,9 @@ def main():
         sys.exit(1)
 
 @dataclass
-class Start:
-    """Where a command starts: the model to build, and what to load into it."""
-    gpt_config: GPTConfig
+class Origin:
+    """What a command builds, and what it loads into it."""
+    gpt_config: GPTConfig    # of the model to build
     weights: Weights | None  # for a new run with init_from, and for --sample
     checkpoint: dict | None  # for a resumed run, as returned by read_checkpoint()
 
@@ -1294,18 +1291,18 @@ def run_command(flags):
     device = pick_device(flags.get("device", Config.device))
     if "RANK" in os.environ:
         join_processes(device)
-    cfg, start, first_lines = resolve_config(flags, device)
+    cfg, origin, first_lines = resolve_config(flags, device)
     if cfg.sample:
-        sample_only(cfg, start, device)
+        sample_only(cfg, origin, device)
         return
     print0(first_lines)
-    run = set_up(cfg, start, device)
-    del start  # frees the memory of the weights or the checkpoint
+    run = set_up(cfg, origin, device)
+    del origin  # frees the memory of the weights or the checkpoint
     with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
         train(run)
 
 def resolve_config(flags, device=torch.device("cpu")):
-    """Return the Config, the Start and the first lines to print.
+    """Return the Config, the Origin and the first lines to print.
 
     Each constant gets its value from the last of these sources that sets it:
 
@@ -1313,9 +1310,9 @@ def resolve_config(flags, device=torch.device("cpu")):
     2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
        on a text file
     3. the flags, {name: text}
-    4. the model whose weights the run begins or began with (init_from): it sets the model's shape
-       and the encoding, and a flag that contradicts it raises UserError. With FINETUNE, it also
-       sets max_lr and T, if neither FINETUNE nor a flag does
+    4. the model of existing weights, if find_weights() finds any: it sets the model's shape and the
+       encoding, and a flag that contradicts it raises UserError. With FINETUNE, it also sets max_lr
+       and T, if neither FINETUNE nor a flag does
 
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, final_max_steps() computes it once the data have been opened.
@@ -1326,26 +1323,23 @@ def resolve_config(flags, device=torch.device("cpu")):
     preset_name = choose_preset(data, flags)
     preset = PRESETS.get(preset_name, {})
     cfg = make_config(Config, {"data": data} | preset | flags)  # converts the text of the flags
-    checkpoint = None if cfg.sample else read_newest_checkpoint(cfg.log_dir, device)
-    weights = weights_to_load(cfg, checkpoint)
-    info = weights.info if weights else None
-    if checkpoint and cfg.init_from != "scratch":
-        info = info_in_checkpoint(checkpoint, cfg.log_dir)
+    weights, checkpoint, info = find_weights(cfg, device)
     model_line = ""
     if info:
-        constants = constants_of_model(info, preset_name, flags)
-        check_flags_against_model(flags, constants, info)
-        model_line = "\n" + describe_model(info, constants, cfg_before=cfg)
-        cfg = replace(cfg, **constants)
-    # If a run is resumed, warnings_about() reports that the code has changed
+        gpt_config = gpt_config_for_training(info, cfg)
+        values = config_values_of_model(gpt_config, info.encoding, preset_name, flags)
+        check_flags_against_model(flags, values, info.source)
+        model_line = "\n" + describe_model(info.source, values, cfg_before=cfg)
+        cfg = replace(cfg, **values)
     if weights and is_of_other_code(weights.code):
         model_line += ". It was written by different code"
     lines = f"{note}{describe_preset(preset_name, cfg)}{model_line}"
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    gpt_config = gpt_config_of_run(cfg, get_encoding(cfg.encoding), info)
-    return cfg, Start(gpt_config, weights, checkpoint), lines
+    if info is None:
+        gpt_config = gpt_config_from_scratch(cfg, get_encoding(cfg.encoding))
+    return cfg, Origin(gpt_config, weights, checkpoint), lines
 
 def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
@@ -1376,53 +1370,60 @@ def read_newest_checkpoint(log_dir, device):
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
-def weights_to_load(cfg, checkpoint):
-    """Return the Weights to sample from, or those that a new run begins with. Otherwise None.
+def find_weights(cfg, device):
+    """Return the Weights or the checkpoint to load, and the ModelInfo that determines the model.
 
-    None is also returned if a run is resumed, since its checkpoint contains all its weights.
-
-    checkpoint: the one from which a run is resumed. Raise UserError if weights cannot be read.
+    Each of the three is None if the command does not have it. Raise UserError if weights cannot be
+    read.
     """
+    from_scratch = cfg.init_from == "scratch"
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
-    if checkpoint:
-        return None
-    if cfg.init_from != "scratch":
-        return read_weights(cfg.init_from)
-    if not cfg.sample:
-        return None
-    if not find_checkpoints(cfg.log_dir):
-        raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, or "
-                        "set --init_from.")
-    return read_weights(cfg.log_dir)
+    if cfg.sample:
+        if from_scratch and not find_checkpoints(cfg.log_dir):
+            raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
+                            "or set --init_from.")
+        weights = read_weights(cfg.log_dir if from_scratch else cfg.init_from)
+        return weights, None, weights.info
+    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
+    if from_scratch:  # a new run, or a resumed one. Config determines the model
+        return None, checkpoint, None
+    if checkpoint:  # a resumed run that began with pretrained weights
+        return None, checkpoint, info_in_checkpoint(checkpoint, cfg.log_dir)
+    weights = read_weights(cfg.init_from)  # a new run that begins with pretrained weights
+    return weights, None, weights.info
 
-def constants_of_model(info, preset_name, flags):
-    """Return {name: value} of the constants in Config that a ModelInfo determines.
+def config_values_of_model(gpt_config, encoding_name, preset_name, flags):
+    """Return {name: value} of the constants in Config that the model of existing weights sets.
 
-    These are the model's constants, apart from dropout, and the encoding if it is known. T is not
-    one of them, since rows may be shorter than block_size (check_model_fits() checks this). But
-    with FINETUNE, T and max_lr are also derived, unless FINETUNE or a flag sets them.
+    These are the constants that Config shares with GPTConfig, except dropout, and the encoding if
+    its name is known. T is not one of them, since rows may be shorter than block_size
+    (check_model_fits() checks this). But with FINETUNE, T and max_lr are derived from the model,
+    unless FINETUNE or a flag sets them.
     """
     names = asdict(Config()).keys() - {"dropout"}
-    constants = {name: value for name, value in info.gpt_config.items() if name in names}
-    if info.encoding:
-        constants["encoding"] = info.encoding
+    values = {name: value for name, value in asdict(gpt_config).items() if name in names}
+    if encoding_name:
+        values["encoding"] = encoding_name
     if preset_name == "FINETUNE":
         # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
         # max_lr is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
-        derived = {"max_lr": 0.1 / info.gpt_config["n_embd"],
-                   "T": min(1024, 2 ** int(math.log2(info.gpt_config["block_size"])))}
-        constants |= {name: value for name, value in derived.items()
-                      if name not in FINETUNE and name not in flags}
-    return constants
+        derived = {"max_lr": 0.1 / gpt_config.n_embd,
+                   "T": min(1024, 2 ** int(math.log2(gpt_config.block_size)))}
+        values |= {name: value for name, value in derived.items()
+                   if name not in FINETUNE and name not in flags}
+    return values
 
-def check_flags_against_model(flags, constants, info):
-    """Raise UserError for a flag that contradicts the constants that a ModelInfo determines."""
-    for name in flags.keys() & constants.keys():
-        if flags[name] != str(constants[name]):
-            raise UserError(f"{name} is {constants[name]} in the weights {info.source}: "
-                            f"leave out --{name}.")
+def check_flags_against_model(flags, values, source):
+    """Raise UserError for a flag that contradicts a value that config_values_of_model() returned.
+
+    source: where the weights are from.
+    """
+    for name in flags.keys() & values.keys():
+        if flags[name] != str(values[name]):
+            raise UserError(f"{name} is {values[name]} in the weights {source}: leave out "
+                            f"--{name}.")
 
 def describe_preset(preset_name, cfg):
     """Return a description of the preset: its name, the reason for it, and its values in cfg."""
@@ -1432,15 +1433,15 @@ def describe_preset(preset_name, cfg):
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
 
-def describe_model(info, constants, cfg_before):
-    """Return a description of a ModelInfo: its source, and the constants that it changes.
+def describe_model(source, values, cfg_before):
+    """Return a line about existing weights: their source, and the constants that they change.
 
-    constants: what constants_of_model() returned. cfg_before: the Config without these constants.
+    values: what config_values_of_model() returned. cfg_before: the Config without these values.
     """
     before = asdict(cfg_before)
-    changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in constants.items()
+    changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in values.items()
                if value != before[name]]
-    return f"weights   {info.source} sets {', '.join(changed) or 'no constant'}"
+    return f"weights   {source} sets {', '.join(changed) or 'no constant'}"
 
 def check_config(cfg):
     """Raise UserError for values of constants that cannot work.
@@ -1785,9 +1786,9 @@ def loss_warning(run):
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
-# Constants that may differ when a run is resumed. They do not affect training, except that dtype
-# and B affect rounding, and B also affects the dropout masks. epochs may differ because it only
-# determines max_steps, which is compared instead
+# Constants that may always differ when a run is resumed. They do not affect training, except that
+# dtype and B affect rounding, and B also affects the dropout masks. epochs may differ because it
+# only determines max_steps. (check_same_training() decides about max_steps and minutes)
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -2013,21 +2014,21 @@ def open_log(path, step):
 
 # ---- Setting up a run. The log and the export in log_dir are not touched until the data, the
 # checkpoint and the model have been checked
-def set_up(cfg, start, device):
-    """Return the Run for train(). cfg, start: what resolve_config() returned.
+def set_up(cfg, origin, device):
+    """Return the Run for train(). cfg, origin: what resolve_config() returned.
 
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
-    checkpoint, encoding = start.checkpoint, get_encoding(cfg.encoding)
+    checkpoint, encoding = origin.checkpoint, get_encoding(cfg.encoding)
     if cfg.init_from != "scratch":
-        check_model_fits(start.gpt_config, cfg, encoding)
+        check_model_fits(origin.gpt_config, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
-    cfg = replace(cfg, max_steps=final_max_steps(cfg, start, device, loaders))
+    cfg = replace(cfg, max_steps=final_max_steps(cfg, origin, device, loaders))
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
-    run = build_run(cfg, start, device, loaders, folder)
+    run = build_run(cfg, origin, device, loaders, folder)
     catch_signals(run.signal_came)
     warnings = warnings_about(run, checkpoint)
     folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
@@ -2043,15 +2044,15 @@ def check_model_fits(gpt_config, cfg, encoding):
                         f"context of {block_size}, but encoding={cfg.encoding} has "
                         f"{encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
 
-def final_max_steps(cfg, start, device, loaders):
+def final_max_steps(cfg, origin, device, loaders):
     """Return max_steps. With `minutes`, it depends on the speed, and with `epochs`, on the data.
 
     A resumed run with `minutes` keeps the max_steps that was measured when it began.
     """
-    if cfg.minutes and start.checkpoint:
-        return start.checkpoint["constants"]["max_steps"]
+    if cfg.minutes and origin.checkpoint:
+        return origin.checkpoint["constants"]["max_steps"]
     if cfg.minutes:
-        return steps_that_fit(cfg, start, device, loaders)
+        return steps_that_fit(cfg, origin, device, loaders)
     if cfg.epochs:
         train_loader, _ = loaders
         return steps_for_epochs(cfg, train_loader.rows_per_epoch)
@@ -2064,13 +2065,13 @@ def steps_for_epochs(cfg, rows_per_epoch):
         max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
     return max_steps
 
-def steps_that_fit(cfg, start, device, loaders):
+def steps_that_fit(cfg, origin, device, loaders):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
     The trial steps use a separate Run without a folder, which is then discarded.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
-    run = build_run(replace(cfg, hellaswag_every=0), start, device, loaders)
+    run = build_run(replace(cfg, hellaswag_every=0), origin, device, loaders)
     seconds = []
     for _ in range(20):
         before = time.perf_counter()
@@ -2089,20 +2090,22 @@ def steps_that_fit(cfg, start, device, loaders):
            f"use --max_steps={steps}")
     return steps
 
-def build_run(cfg, start, device, loaders, folder=None):
+def build_run(cfg, origin, device, loaders, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
 
-    start: a Start. loaders: the training loader and the validation loader. folder: a RunFolder, or
-    None for trial steps (see steps_that_fit).
+    origin: an Origin. loaders: the training loader and the validation loader. folder: a RunFolder,
+    or None for trial steps (see steps_that_fit).
     """
     train_loader, val_loader = loaders
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, start.gpt_config, start.weights).to(device)
+    raw_model = build_model(cfg, origin.gpt_config).to(device)
+    if origin.weights:
+        load_weights(raw_model, origin.weights)
     state = build_state(raw_model, cfg, dtype)
-    if start.checkpoint:
-        restore_checkpoint(state, start.checkpoint, cfg.log_dir)
+    if origin.checkpoint:
+        restore_checkpoint(state, origin.checkpoint, cfg.log_dir)
     if compiled:
         raw_model.compile()
     return Run(
@@ -2124,7 +2127,7 @@ def build_state(raw_model, cfg, dtype):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
     for optimizer in state.optimizers:
-        keep_initial_hyperparameters(optimizer)
+        ensure_initial_hyperparameters(optimizer)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -2392,10 +2395,10 @@ def print_sample(run):
             text = sample_text(state.eval_model, run.encoding, cfg, seed=cfg.seed + state.step)
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
-def sample_only(cfg, start, device):
-    """Print cfg.sample samples from the weights in `start`, computed in float32."""
-    encoding, weights = get_encoding(cfg.encoding), start.weights
-    model = build_model(cfg, start.gpt_config).to(device)
+def sample_only(cfg, origin, device):
+    """Print cfg.sample samples from the weights in `origin`, computed in float32."""
+    encoding, weights = get_encoding(cfg.encoding), origin.weights
+    model = build_model(cfg, origin.gpt_config).to(device)
     load_weights(model, weights)
     if is_of_other_code(weights.code):
         print0(f"!!! {weights.info.source} was written by different code.")

@@ -9,7 +9,6 @@ import ast
 import contextlib
 import inspect
 import json
-import math
 import os
 import pickle
 import random

@@ -198,8 +198,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
     weights = t.weights_in_checkpoint(saved, "saved")
-    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights.info)
-    model = t.build_model(cfg, gpt_config, weights)
+    model = t.build_model(cfg, t.gpt_config_for_training(weights.info, cfg))
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match="has the state of AdamW, but the code uses SGD"):
@@ -278,7 +277,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
         embeddings, *others = model.parameters()
         groups = [dict(params=others), dict(params=[embeddings], lr=cfg.max_lr / 100)]
         optimizers = [torch.optim.SGD(groups, lr=cfg.max_lr)]
-        t.keep_initial_hyperparameters(optimizers[0])  # as build_state() does
+        t.ensure_initial_hyperparameters(optimizers[0])  # as build_state() does
         return t.State(model, optimizers, scaler)
     cfg = t.Config(T=32, B=4, total_batch_size=128)
     run = stub_run(small(), cfg, ids(T=33))
@@ -307,7 +306,7 @@ def muon_state(saved=None, **in_group):
     optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
     optimizers[1].param_groups[0].update(in_group)
     for optimizer in optimizers:
-        t.keep_initial_hyperparameters(optimizer)  # as build_state() does
+        t.ensure_initial_hyperparameters(optimizer)  # as build_state() does
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
     if saved:
         state.load_state_dict(saved)
@@ -355,7 +354,7 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
     info = t.ModelInfo("x", {"n_layer": 2}, "bytes")
-    assert t.gpt_config_of_run(t.Config(), t.get_encoding("bytes"), info).n_layer == 2
+    assert t.gpt_config_for_training(info, t.Config()).n_layer == 2
 
 def average_and_running_mean(arrange, attribute):
     """Add attributes to State: torch's average of weights, a mean, a minimum and a history."""
@@ -580,7 +579,7 @@ def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_never
     loss = t.validation_loss(stub_run(average, cfg, ids()), t.open_data(cfg, encoding)[1])
     assert read_log(again.log_dir)[20, "val"] == pytest.approx(loss, abs=2e-6)
     exported = t.load_hugging_face(str(again.log_dir / "hf")).state_dict()
-    new = t.build_model(cfg, t.gpt_config_of_run(cfg, encoding)).state_dict()
+    new = t.build_model(cfg, t.gpt_config_from_scratch(cfg, encoding)).state_dict()
     for name, weight in saved["eval_model"].items():
         assert torch.equal(exported[name], weight)
         assert torch.equal(saved["state"]["raw_model"][name], weight) == (".wpe." in name), name
@@ -681,7 +680,7 @@ def test_a_new_model_constant_is_passed_on_by_its_name(monkeypatch):
     monkeypatch.setattr(t, "GPTConfig", gpt_config)
     configs = [config(**TINY, width=5, seed=seed) for seed in (1, 1, 2)]
     texts = t.get_encoding("bytes")
-    a, b, c = (t.build_model(cfg, t.gpt_config_of_run(cfg, texts)) for cfg in configs)
+    a, b, c = (t.build_model(cfg, t.gpt_config_from_scratch(cfg, texts)) for cfg in configs)
     assert (a.config.width, a.config.n_layer, a.config.block_size) == (5, 1, 16)
     assert torch.equal(a.lm_head.weight, b.lm_head.weight)
     assert not torch.equal(a.lm_head.weight, c.lm_head.weight)
@@ -770,12 +769,12 @@ def scaled_mlp(arrange, scale):
     real_build, arrange.t.build_model = arrange.t.build_model, build_model
 
 def halved_gain(arrange, _):
-    """Let build_model() halve a gain after it has loaded weights."""
-    def build_model(*args, **words):
-        model = real(*args, **words)
-        model.transformer.ln_f.weight.data.mul_(0.5)
-        return model
-    real, arrange.t.build_model = arrange.t.build_model, build_model
+    """Let State halve a gain when it is created."""
+    @dataclasses.dataclass
+    class Halved(arrange.t.State):
+        def __post_init__(self):
+            self.raw_model.transformer.ln_f.weight.data.mul_(0.5)
+    arrange.t.State = Halved
 
 def write_gain_of_sample(arrange, path):
     """Write the mean gain of the model that is sampled to a file."""
