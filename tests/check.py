@@ -708,7 +708,10 @@ class Check:
     def notes_about_progress(self):
         """Return a note if the loss falls much less than without the edit."""
         try:
-            log = self.committed().log
+            committed, trained = self.committed(), self.base.report["trained"]
+            if trained == committed.report["trained"]:  # only the evaluated model is different
+                return []
+            log = committed.log
             first, last, without = float(log[0, "val"]), last_val(self.base.log), last_val(log)
         except (Unchecked, KeyError, ValueError):  # an edit may not validate at these steps
             return []
@@ -808,13 +811,17 @@ def check(options):
             show_progress("")
             print(in_words(promise, verdict), flush=True)
     notes = setup["notes"] + checking.base.report["notes"] + checking.own_notes()
-    for note in dict.fromkeys(notes):
+    notes = list(dict.fromkeys(notes))
+    for note in notes:
         print("\n".join(textwrap.wrap(f"Note: {note}", 100, subsequent_indent="    ")))
     if code_of_scripts() != code:
         raise Failed("A script was edited during the check. Run the check again.")
     n_broken, unchecked = outcomes.count("BROKEN"), outcomes.count("not checked")
     summary = f"{n_broken} of {len(outcomes)} promises broken" if n_broken else "All promises hold"
-    print(summary + (f" ({unchecked} of {len(outcomes)} not checked)." if unchecked else "."))
+    summary += f" ({unchecked} of {len(outcomes)} not checked)." if unchecked else "."
+    if notes:
+        summary += f" Please also read the {len(notes)} note(s) above."
+    print(summary)
     return n_broken
 
 def code_of_scripts():

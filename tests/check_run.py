@@ -82,7 +82,10 @@ def train_and_report(t, train, run, job):
         kill_during_step(run, job["kill_at"], job["kill_after"])
     unsaved = unsaved_values(t, run)
     if job.get("stop"):
-        report["notes"] = notes_about_schedules(t, run.cfg) + notes_about_code(inspect.getsource(t))
+        report["notes"] = (
+            notes_about_schedules(t, run.cfg) + noted(notes_about_longer_runs, t, run.cfg)
+            + noted(notes_about_epochs, t, run)
+            + noted(notes_about_muon, run.state) + notes_about_code(inspect.getsource(t)))
     else:
         train(run)
     report["tokens"] = getattr(run.state, "tokens", 0)
@@ -96,7 +99,7 @@ def train_and_report(t, train, run, job):
         with torch.no_grad(), run.autocast():
             found = examine(run, tolerance=job["examine"])
         report["embedded"] = embedded
-        notes = report["notes"] + found["notes"] + notes_about_modes(run.cfg, found["modes"])
+        notes = report["notes"] + found["notes"] + noted(notes_about_modes, t, run, found["modes"])
         report |= found | {"notes": notes}
     report["state_differs"] = differs_between_processes(run.state)
     if os.environ.get("RANK", "0") == "0":
@@ -267,7 +270,7 @@ class Watched:
             *noted(notes_about_repeated_rows, rows),
             *noted(notes_about_shifts, report["shifted"]),
             *noted(notes_about_new_targets, *report["new_targets"]),
-            *noted(notes_about_order, t, run),
+            *noted(notes_about_positions, t, run),
             *noted(notes_about_near_copies, t, run)]
         for loader in self.loaders:
             if loader is not run.val_loader:
@@ -428,6 +431,41 @@ def watch_average(state):
     before_each_step(state, look)
     return notes
 
+def notes_about_epochs(t, run):
+    """Return a note if two epochs read the data in the same order although it is shuffled."""
+    loader, n = run.train_loader, min(64, run.train_loader.rows_per_epoch)
+    if not run.cfg.shuffle or n < 4:
+        return []
+    orders = []
+    for epoch in (0, 1):
+        places = [loader.locate(epoch * loader.rows_per_epoch + row) for row in range(n)]
+        # With `recut`, all pieces of an epoch are shifted, so compare the order only
+        orders.append(sorted(range(n), key=places.__getitem__))
+    if orders[0] != orders[1]:
+        return []
+    return ["epochs 0 and 1 read the training data in the same order, although `shuffle` is True. "
+            "Derive the seed of the order from the epoch, too."]
+
+def notes_about_muon(state):
+    """Return a note on matrices c_attn that Muon does not split into query, key and value."""
+    notes = []
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups if type(optimizer).__name__ == "Muon" else []:
+            names = group.get("param_names", [])
+            notes += [f"Muon treats {name}, {tuple(p.shape)}, as one matrix, which leads to a "
+                      "higher loss. Use separate layers for query, key and value."
+                      for name, p in zip(names, group["params"])
+                      if "c_attn" in name and p.size(0) != 3 * p.size(1)]
+    return notes[:1]
+
+def notes_about_longer_runs(t, cfg):
+    """Return a note if the rows of a step depend on max_steps."""
+    longer, steps = replace(cfg, max_steps=2 * cfg.max_steps), range(0, cfg.max_steps + 1, 10)
+    if all(t.rows_before(cfg, step) == t.rows_before(longer, step) for step in steps[:2000]):
+        return []
+    return ["rows_before() depends on max_steps. If a finished run is continued with a higher "
+            "max_steps, it reads rows twice or leaves rows out."]
+
 def notes_about_schedules(t, cfg):
     """Return notes on the batch sizes and the learning rates of a run with this Config."""
     notes, steps = [], range(cfg.max_steps)
@@ -553,7 +591,8 @@ def notes_about_parameters(state, initial, with_gradient):
                      "unfrozen, after configure_optimizers().")
     if unused:
         notes.append(f"{', '.join(unused[:4])} got no gradient in any step ({len(unused)} "
-                     "parameters). They are not used, or they are detached.")
+                     "parameters). They are not used, they are detached, or they are multiplied by "
+                     "something that is 0.")
     if decayed:
         notes.append(f"{', '.join(decayed[:4])} got no gradient in any step, but changed, for "
                      f"example by weight decay ({len(decayed)} parameters). To freeze parameters, "
@@ -659,18 +698,24 @@ def notes_about_attributes(model, changed):
     return list(dict.fromkeys(notes))[:4]  # modules of the same class give the same note
 
 def notes_about_groups(optimizers):
-    """Return notes on hyperparameters of optimizer groups that training changes, except lr."""
+    """Return notes on hyperparameters of optimizer groups that training changes much, except lr."""
     notes = []
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             before = group.get("initial", group)
             for name in before.keys() - {"lr", "initial"}:
-                if group.get(name) != before[name]:
+                if is_far(before[name], group.get(name)):
                     notes.append(f"training changes {name} in a parameter group of "
                                  f"{type(optimizer).__name__} from {before[name]} to "
                                  f"{group.get(name)} ({len(group['params'])} parameters). If it "
                                  "is computed from its own earlier value (*=), factors accumulate.")
     return list(dict.fromkeys(notes))[:4]
+
+def is_far(before, after):
+    """Return whether two numbers differ by more than a factor of ten. 0 is not far from any."""
+    if not all(isinstance(value, (int, float)) and value for value in (before, after)):
+        return False
+    return not 0.1 <= abs(after / before) <= 10
 
 def notes_about_copies(state):
     """Return notes on attributes of State that hold the weights of raw_model, and not a copy."""
@@ -799,14 +844,19 @@ def notes_about_near_copies(t, run):
     return [f"{found} of {len(pieces)} pieces of validation text are part of the training data, "
             "apart from upper and lower case and spaces, so val is too low."]
 
-def notes_about_order(t, run):
-    """Return a note if the order of earlier tokens has no influence in a model with one layer.
+def notes_about_positions(t, run):
+    """Return notes on how a new model with one layer uses the positions of tokens.
 
-    With more layers, it may have a small influence through the causal mask alone.
+    With more layers, the causal mask alone tells a model something about positions.
     """
     config = replace(run.state.raw_model.config, n_layer=1)
     model = t.GPT(config, run.cfg.seed).to(run.device)
-    x, _ = run.val_loader.batch(0, 1, run.device)
+    x, _ = run.val_loader.batch(0, 8, run.device)
+    return (noted(notes_about_order, model, x[:1]) + noted(notes_about_distance, model, x)
+            + noted(notes_about_rotation, model, x[:1, :1].expand(1, x.size(1))))
+
+def notes_about_order(model, x):
+    """Return a note if the order of earlier tokens has no influence. x: token ids (B, T)."""
     reversed_order, other = x.clone(), x.clone()
     reversed_order[:, :-1] = x[:, :-1].flip(1)
     other[:, :-1] = x[:, -1:]
@@ -819,6 +869,57 @@ def notes_about_order(t, run):
     return ["in a model with one layer, the order of the earlier tokens has no influence on the "
             "logits at the last one. If the model should know positions, check that they are used "
             "along the right dimension."]
+
+def notes_about_distance(model, x):
+    """Return a note if distant tokens have more influence than close ones. x: token ids (B, T)."""
+    embedded, T = [], x.size(1)
+    hook = model.transformer.wte.register_forward_hook(
+        lambda module, args, output: embedded.append(output))
+    try:
+        logits = model(x)[0][:, -1].float()  # (B, n_vocab)
+    finally:
+        hook.remove()
+    generator = torch.Generator().manual_seed(0)
+    direction = torch.randn(logits.shape, generator=generator).to(logits.device)
+    gradient, = torch.autograd.grad((logits * direction).sum(), embedded[0])  # (B, T, C)
+    influence = gradient.float().norm(dim=-1).mean(dim=0)  # (T,)
+    distant, close = influence[:T // 4].mean(), influence[-1 - T // 4:-1].mean()
+    if not distant > 3 * close:
+        return []
+    return [f"in a new model, the first quarter of a row has {distant / close:.1f} times as much "
+            "influence on the logits at the last token as the last quarter. If attention should "
+            "prefer close tokens, check the sign of its bias."]
+
+def notes_about_rotation(model, x):
+    """Return a note if queries and keys are changed at each position, but not by a rotation.
+
+    x: token ids (1, T) that are all the same. After a rotation, as in RoPE, the product of a query
+    and a key then depends only on their distance. Positions that are added to the embeddings are
+    left out. (If they are not removed, there is no note.)
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Embedding) and name != "transformer.wte":
+            module.weight.data.zero_()
+    inputs = []
+    hook = model.transformer.h[0].register_forward_pre_hook(lambda m, args: inputs.append(args[0]))
+    try:
+        with WatchDimensions() as watch, torch.no_grad():
+            model(x)
+    finally:
+        hook.remove()
+    if not watch.attention or (inputs[0] - inputs[0][:, :1]).abs().max() > 1e-6:
+        return []
+    q, k = watch.attention[0]
+    products = q.double() @ k.double().mT  # (1, heads, T, T)
+    # A convolution or a shift may change the first tokens of a row
+    products = products[..., x.size(1) // 4:, x.size(1) // 4:]
+    change = (products[..., 1:, 1:] - products[..., :-1, :-1]).abs().max()
+    if not change > 1e-2 * products.abs().max():
+        return []
+    return ["the products of queries and keys of the same token depend on more than the distance "
+            "between their positions. If this should be rotary position embedding, check that the "
+            "angles and the pairs of dimensions have the same layout, and that queries and keys "
+            "are rotated alike."]
 
 def notes_about_shifts(shares):
     """Return a note if rows of training have targets that are not the next tokens.
@@ -866,7 +967,7 @@ def notes_about_targets(model, x, y):
     end of the row. x, y: inputs and targets (B, T). The model must be in training mode.
     """
     embedding, outputs = getattr(getattr(model, "transformer", None), "wte", None), []
-    if embedding is None:
+    if embedding is None or (y[:, 0] < 0).any():  # an edit may ignore the first targets
         return []
     hook = embedding.register_forward_hook(lambda module, args, output: outputs.append(output))
     gradients, other = [], y.clone()
@@ -892,13 +993,41 @@ def notes_about_targets(model, x, y):
             "target. If roll() shifts the targets, leave out those that it moves from one end of "
             "the row to the other."]
 
-def notes_about_modes(cfg, gap):
-    """Return a note if the logits in training mode and in eval mode differ. gap: by how much."""
-    if not gap or getattr(cfg, "dropout", 0):
+def notes_about_modes(t, run, gap):
+    """Return a note if the model adds less to the residual stream in training than in eval mode.
+
+    gap: by how much the logits of the two modes differ. If the model draws random numbers, as in
+    stochastic depth, the mean of many draws is compared.
+    """
+    if not gap or getattr(run.cfg, "dropout", 0):
         return []
-    return [f"logits in training mode and in eval mode differ by up to {gap:.2g}. Validation, "
-            "samples and the export use the model in eval mode. If training drops parts of the "
-            "model at random, check that it scales up those that are left."]
+    # In a new model, blocks depend less on each other
+    model = t.build_model(run.cfg, run.state.raw_model.config).to(run.device)
+    x = run.val_loader.batch(0, 8, run.device)[0][:, :32]
+    ends = {}
+    model.transformer.h[0].register_forward_pre_hook(
+        lambda module, args: ends.update(first=args[0]))
+    model.transformer.ln_f.register_forward_pre_hook(lambda module, args: ends.update(last=args[0]))
+
+    def added(seed):
+        torch.manual_seed(seed)
+        model(x)
+        return ends["last"] - ends["first"]
+    with torch.no_grad():
+        in_eval = added(0)
+        model.train()
+        draws = [added(seed) for seed in range(200)]
+        if all(torch.equal(draw, draws[0]) for draw in draws):
+            return [f"logits in training mode and in eval mode differ by up to {gap:.2g}, although "
+                    "the model draws no random numbers. Validation, samples and the export use the "
+                    "model in eval mode."]
+    mean = sum(draws) / len(draws)
+    ratio = ((mean * in_eval).sum() / in_eval.square().sum()).item()
+    if not ratio < 0.92:  # 0.95 to 1 if branches are dropped and scaled up
+        return []
+    return [f"in training mode, the blocks of a new model add on average only {ratio:.0%} of what "
+            "they add in eval mode. If training drops parts of the model at random, check that it "
+            "scales up those that are left."]
 
 def notes_in_training_mode(model, x, y):
     """Return notes on the training loss of inputs and targets (B, T)."""
@@ -909,19 +1038,21 @@ def notes_in_training_mode(model, x, y):
 class WatchDimensions(torch.overrides.TorchFunctionMode):
     """Records operations that normalize over a dimension other than the last one.
 
-    It also records attention that cannot become sharp. found: {description: None}
+    It also records attention that cannot become sharp. found: {description: None}. attention:
+    pairs (q, k) of scaled_dot_product_attention().
     """
     DEFAULTS = {"normalize": 1, "softmax": None, "log_softmax": None, "logsumexp": None}
 
     def __init__(self):
         super().__init__()
-        self.found = {}
+        self.found, self.attention = {}, []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
         x = args[0] if args else None
         if name == "scaled_dot_product_attention" and len(args) > 1:
             self.found |= dict.fromkeys(notes_about_attention(*args[:2], kwargs.get("scale")))
+            self.attention.append((args[0].detach(), args[1].detach()))
         if name in self.DEFAULTS and torch.is_tensor(x) and x.dim() > 1:
             position = 2 if name == "normalize" else 1  # of dim, in args
             dim = kwargs.get("dim", args[position] if len(args) > position else self.DEFAULTS[name])

@@ -441,10 +441,13 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     run.state.state_dict = lambda: {"last": [{"weight": model.weight}]}
     note, = check_run.notes_about_copies(run.state)
     assert note.startswith("State.last holds the weights of raw_model themselves")
-    adamw.param_groups[1]["weight_decay"] = 0.1
+    for value in (0.0, 0.5):  # a schedule may have such values
+        adamw.param_groups[0]["weight_decay"] = value
+        assert check_run.notes_about_groups([adamw]) == []
+    adamw.param_groups[0]["weight_decay"] = 1e-7
     note, = check_run.notes_about_groups([adamw])
-    assert note == ("training changes weight_decay in a parameter group of AdamW from 0.0 to 0.1 "
-                    "(1 parameters). If it is computed from its own earlier value (*=), factors "
+    assert note == ("training changes weight_decay in a parameter group of AdamW from 0.1 to 1e-07 "
+                    "(2 parameters). If it is computed from its own earlier value (*=), factors "
                     "accumulate.")
     model.frozen.requires_grad = True
     note = check_run.notes_about_parameters(run.state, initial, nonzero)[0]
@@ -686,6 +689,9 @@ def test_targets_that_are_predicted_from_inputs_after_them_are_noted():
     roll, = check_run.notes_about_targets(Shifted(lambda y: y.roll(1, 1)), x, y)
     assert "from later inputs (at position 1 and 0 others)" in roll
     assert check_run.notes_about_targets(torch.nn.Linear(1, 1), x, y) == []
+    ignored = y.clone()
+    ignored[:, 0] = -100
+    assert check_run.notes_about_targets(Shifted(lambda y: y.roll(-1, 1)), x, ignored) == []
     # A model that draws random numbers from a generator of its own
     noisy, generator = Shifted(lambda y: y[:, 1:]), torch.Generator().manual_seed(0)
     noisy.transformer.wte.register_forward_hook(
@@ -1019,26 +1025,127 @@ def test_targets_that_are_not_in_the_text_are_noted():
     note, = check_run.notes_about_new_targets(2, 9)
     assert note.startswith("the targets of 2 of 9 rows are not part of the training text")
 
-@pytest.mark.usefixtures("is_gpt2")
-def test_a_model_without_positions_is_noted():
-    """The order of earlier tokens has an influence on GPT-2 through its position embedding.
+@pytest.fixture(name="tokens")
+def random_tokens():
+    return torch.randint(257, (4, 128), generator=torch.Generator().manual_seed(0))
 
-    In a long row, this influence is small.
-    """
-    config = train_gpt2.GPTConfig(block_size=256, n_vocab=257, vocab_size=384, n_layer=2, n_head=2,
+def one_layer(positions="learned"):
+    """Return a GPT with one layer that has positions of some kind, right or wrong."""
+    config = train_gpt2.GPTConfig(block_size=128, n_vocab=257, vocab_size=384, n_layer=1, n_head=2,
                                   n_embd=128)
-    batch = torch.randint(257, (1, 256), generator=torch.Generator().manual_seed(0))
-    run = types.SimpleNamespace(
-        state=types.SimpleNamespace(raw_model=train_gpt2.GPT(config)), device=torch.device("cpu"),
-        cfg=train_gpt2.Config(), val_loader=mock.Mock(batch=lambda *args: (batch, batch)))
-    assert check_run.notes_about_order(train_gpt2, run) == []
+    model = train_gpt2.GPT(config, seed=1)
+    if positions == "learned":
+        return model
+    model.transformer.wpe.weight.data.zero_()
+    attention, (n_head, dim) = model.transformer.h[0].attn, (2, 64)
+    position = torch.arange(128)
+    angles = position[:, None] * 100.0 ** -(torch.arange(dim // 2) / (dim // 2))  # (T, dim / 2)
+    interleaved = positions == "RoPE with two layouts"
+    angles = angles.repeat_interleave(2, -1) if interleaved else torch.cat((angles, angles), -1)
 
-    class Unordered(train_gpt2.GPT):
-        def __init__(self, *args):
-            super().__init__(*args)
-            self.transformer.wpe.weight.data.zero_()
-    note, = check_run.notes_about_order(mock.Mock(GPT=Unordered), run)
+    def rotated(x):
+        first, second = x.chunk(2, dim=-1)
+        return x * angles.cos() + torch.cat((-second, first), -1) * angles.sin()
+
+    def forward(x):
+        B, T, C = x.shape
+        q, k, v = attention.c_attn(x).view(B, T, 3, n_head, dim).permute(2, 0, 3, 1, 4)
+        bias = None
+        if positions.startswith("RoPE"):
+            q, k = rotated(q), rotated(k)
+        elif positions != "none":
+            distance = position[:, None] - position
+            bias = (0.1 if positions == "ALiBi with a wrong sign" else -0.1) * distance
+            bias = bias.masked_fill(distance < 0, -math.inf)
+        y = torch.nn.functional.scaled_dot_product_attention(q, k, v, bias, is_causal=bias is None)
+        return attention.c_proj(y.transpose(1, 2).reshape(B, T, C))
+    attention.forward = forward
+    return model
+
+@pytest.mark.usefixtures("is_gpt2")
+@pytest.mark.parametrize("positions, number", [
+    ("learned", 0), ("RoPE", 0), ("ALiBi", 0), ("none", 1), ("RoPE with two layouts", 3),
+    ("ALiBi with a wrong sign", 2)])
+def test_wrong_positions_are_noted(positions, number, tokens):
+    """Each kind of mistake has a note of its own, and right positions have none."""
+    notes = (check_run.notes_about_order, check_run.notes_about_distance,
+             check_run.notes_about_rotation)
+    same = tokens[:1, :1].expand(1, 128)
+    for i, note in enumerate(notes, 1):
+        found = note(one_layer(positions), same if i == 3 else tokens)
+        assert len(found) == (i == number), (positions, i, found)
+
+@pytest.mark.usefixtures("is_gpt2")
+def test_positions_are_looked_at_in_a_model_with_one_layer(tokens):
+    """The model of the run may have more layers, and is not changed."""
+    config = train_gpt2.GPTConfig(block_size=128, n_vocab=257, vocab_size=384, n_layer=2, n_head=2,
+                                  n_embd=128)
+    model = train_gpt2.GPT(config)
+    before = check_run.crc_of(model.transformer.wpe.weight)
+    run = types.SimpleNamespace(
+        state=types.SimpleNamespace(raw_model=model), device=torch.device("cpu"),
+        cfg=train_gpt2.Config(), val_loader=mock.Mock(batch=lambda *args: (tokens, tokens)))
+    assert check_run.notes_about_positions(train_gpt2, run) == []
+    assert check_run.crc_of(model.transformer.wpe.weight) == before
+
+    def model_without_positions(config, seed):
+        assert config.n_layer == 1
+        return one_layer("none")
+    note, = check_run.notes_about_positions(mock.Mock(GPT=model_without_positions), run)
     assert note.startswith("in a model with one layer, the order of the earlier tokens has no")
+
+@pytest.mark.usefixtures("is_gpt2")
+def test_branches_that_are_dropped_without_scaling_are_noted(tokens):
+    """Stochastic depth that scales up the branches that are left gives no note."""
+    class Block(train_gpt2.Block):
+        keep, factor = 0.9, 1.0  # in training
+
+        def forward(self, x):
+            y = super().forward(x)
+            return x + self.factor * (torch.rand(()) < self.keep) * (y - x) if self.training else y
+    config = train_gpt2.GPTConfig(block_size=128, n_vocab=257, vocab_size=384, n_layer=3, n_head=2,
+                                  n_embd=32)
+    run = types.SimpleNamespace(
+        state=types.SimpleNamespace(raw_model=types.SimpleNamespace(config=config)),
+        device=torch.device("cpu"), cfg=train_gpt2.Config(),
+        val_loader=mock.Mock(batch=lambda *args: (tokens, tokens)))
+    with mock.patch.object(train_gpt2, "Block", Block):
+        assert check_run.notes_about_modes(train_gpt2, run, gap=0.0) == []
+        note, = check_run.notes_about_modes(train_gpt2, run, gap=1.0)
+        assert note.startswith("in training mode, the blocks of a new model add on average only ")
+        Block.factor = 1 / 0.9
+        assert check_run.notes_about_modes(train_gpt2, run, gap=1.0) == []
+        Block.keep, Block.factor = 1.0, 0.5
+        note, = check_run.notes_about_modes(train_gpt2, run, gap=1.0)
+    assert "differ by up to 1, although the model draws no random numbers" in note
+
+def test_epochs_in_the_same_order_are_noted():
+    """The order of a text is compared without the shift of its pieces."""
+    loader = train_gpt2.DataLoaderLite([np.zeros(999, np.uint16)], T=9, shuffle=True, recut=True)
+    run = types.SimpleNamespace(train_loader=loader, cfg=train_gpt2.Config())
+    assert check_run.notes_about_epochs(train_gpt2, run) == []
+    with mock.patch.object(train_gpt2, "order_of",
+                           lambda n, shuffle, seed, epoch, *key: np.arange(n)[::-1]):
+        note, = check_run.notes_about_epochs(train_gpt2, run)
+    assert note.startswith("epochs 0 and 1 read the training data in the same order")
+    run.cfg = train_gpt2.Config(shuffle=False)
+    assert check_run.notes_about_epochs(train_gpt2, run) == []
+
+def test_c_attn_that_muon_does_not_split_is_noted():
+    def notes(rows):
+        weight = torch.nn.Parameter(torch.ones(rows, 4))
+        muon = train_gpt2.Muon([("h.0.attn.c_attn.weight", weight)], lr=0.1)
+        return check_run.notes_about_muon(types.SimpleNamespace(optimizers=[muon]))
+    assert notes(12) == []
+    note, = notes(8)
+    assert note.startswith("Muon treats h.0.attn.c_attn.weight, (8, 4), as one matrix")
+
+def test_batches_that_depend_on_the_length_of_the_run_are_noted():
+    cfg = train_gpt2.Config(max_steps=100)
+    assert check_run.notes_about_longer_runs(train_gpt2, cfg) == []
+    edited = types.SimpleNamespace(rows_before=lambda cfg, step: max(0, step - cfg.max_steps // 2))
+    note, = check_run.notes_about_longer_runs(edited, cfg)
+    assert note.startswith("rows_before() depends on max_steps.")
 
 def test_gradients_with_few_different_values_are_noted():
     """Small parameters are not looked at, because their gradients have few values anyway."""
