@@ -457,17 +457,6 @@ def end_at_once(signal_number, frame):
     finally:
         os._exit(130)
 
-def start_workers(nprocs, encoding_name):
-    """Return nprocs new Workers, which never receive STOP_SIGNALS.
-
-    If a signal arrives meanwhile, this process waits until all workers have started, and then ends.
-    (If it ended at once, a worker that is still starting would print a traceback.)
-    """
-    # own_signals_postponed() is for this process. Blocking signals in this thread would not be
-    # enough for it, because a different thread, started by a library, might receive them
-    with own_signals_postponed(), signals_blocked_for_children():
-        return [Worker(encoding_name) for _ in range(nprocs)]
-
 @contextlib.contextmanager
 def signals_blocked_for_children():
     """Block STOP_SIGNALS in this thread, so that child processes inherit the block and keep it."""
@@ -484,7 +473,11 @@ def signals_blocked_for_children():
 
 @contextlib.contextmanager
 def own_signals_postponed():
-    """Record STOP_SIGNALS that this process receives, and raise them again at the end."""
+    """Record STOP_SIGNALS that this process receives, and raise them again at the end.
+
+    Blocking them in this thread would not be enough, because the system may deliver them to a
+    thread that a library has started.
+    """
     arrived, usual_handlers = [], {}
     for number in STOP_SIGNALS:
         usual_handlers[number] = signal.signal(
@@ -496,6 +489,15 @@ def own_signals_postponed():
             signal.signal(number, handler)
         for number in arrived:
             signal.raise_signal(number)
+
+def start_workers(nprocs, encoding_name):
+    """Return nprocs new Workers, which never receive STOP_SIGNALS.
+
+    If a signal arrives meanwhile, this process waits until all workers have started, and then ends.
+    (If it ended at once, a worker that is still starting would print a traceback.)
+    """
+    with own_signals_postponed(), signals_blocked_for_children():
+        return [Worker(encoding_name) for _ in range(nprocs)]
 
 def tokenize_all(batches, nprocs, encoding_name):
     """Tokenize batches in nprocs worker processes.
@@ -558,9 +560,9 @@ def settings_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # If these shards contain the whole corpus, file_number is the number of files that it had. If
-    # files were added since, the first of them has this number as its index, so the settings differ
-    # from those in the manifest. This is intended, since the last shard is not full
+    # If these shards contain the whole corpus, `last` is one more than the index of its last file.
+    # So if files are added later, the first of them is in the settings, which then differ from
+    # those in the manifest. This is intended: the last shard is not full, so it cannot be kept.
     last = shards[-1].end.file_number if shards else -1
     for number, (url, size) in enumerate(files[:last + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -649,8 +651,9 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
-            # Skip the tokens of earlier shards, which are at the start of the first batch. (If an
-            # edit has lowered BATCH_BYTES since, they may also fill the next batches)
+            # Skip the tokens of earlier shards, which are at the start of the first batch. (If
+            # BATCH_BYTES was lowered after the shards were made, they may also fill the next
+            # batches.)
             position = min(to_skip, len(tokens))  # the index of the next token to copy
             to_skip -= position
             while position < len(tokens):
@@ -675,13 +678,14 @@ def add_shards(cfg, files, finished):
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     start = finished[-1].end if finished else Place(0, 0, 0)
     shards = list(finished)
-    # If files of shards are missing, the old manifest still lists them, so replace it.
+    # If shard files are missing, the old manifest still lists them, so replace it.
     write_manifest(cfg, files, shards)
     batches = read_batches([url for url, size in files], start.file_number, start.row)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,
                      n_files=len(files))
-    # However this block ends, the generators are closed, so that no file or process stays open.
+    # However this block ends, the generators are closed, so that no file stays open and no worker
+    # keeps running.
     with contextlib.closing(batches), contextlib.closing(results), contextlib.closing(cut):
         for tokens, end in cut:
             name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"

@@ -8,8 +8,8 @@ In Python, with a function `encode` from a text to the model's token ids:
 
     evaluate(model, prepare(iterate_examples("val"), model, encode))
 
-HellaSwag (arXiv:1905.07830) asks which of four endings continues a text. Its validation split has
-10,042 questions such as this one, where "label" is the index of the right ending:
+HellaSwag (arXiv:1905.07830) asks which of four endings best completes a text. Its validation split
+has 10,042 questions such as this one, where "label" is the index of the right ending:
 
     {"ctx": "A young man sits on a bed. the man", "label": 3, "endings": ["then wipes his face.",
      "gets up and walks towards the camera.", "lifts a shoe to his mouth.", "starts playing ..."]}

@@ -1,7 +1,7 @@
 """Train GPT-2 from scratch, in one file, on a CPU or on many GPUs.
 
     python train_gpt2.py    # if no shards exist: train a small GPT on input.txt
-    python fineweb.py       # tokenize FineWeb-Edu into shards, edu_fineweb10B/
+    python fineweb.py       # tokenize FineWeb-Edu into shards in edu_fineweb10B/
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
     tail -f log/log.txt      # lines of the form "<step> <metric> <value>"
 
@@ -88,8 +88,8 @@ class Config:
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a model or run folder, or a .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
-    max_lr: float = 6e-4            # learning rate after warmup; for fine-tuning: 0.1 / n_embd
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for block matrices, AdamW for others
+    max_lr: float = 6e-4            # peak learning rate; FINETUNE sets it to 0.1 / n_embd
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
@@ -140,9 +140,10 @@ FINETUNE = dict(
 # weights are drawn in two steps: draw_later() marks the weight of a layer, and when GPT.__init__
 # has built all layers, init_weights() draws the marked weights.
 #
-# For edits: until a marked weight is drawn, all its elements are PLACEHOLDER. If an edit sets
-# elements to other values, they keep these values. PLACEHOLDER is so large that check_parameters()
-# can report a weight that was scaled or copied before it was drawn
+# For edits: draw_later() sets all elements of the weight to PLACEHOLDER, and init_weights() draws
+# only those that still have this value. So you can set elements to other values in between.
+# PLACEHOLDER is so large that check_parameters() can report a weight that was scaled or copied
+# before it was drawn
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -151,8 +152,8 @@ def draw_later(layer, std=0.02):
     std: the weight is drawn from Normal(0, std).
 
     For edits: you may set elements of the weight to other values after this call. You must not
-    scale or copy the weight before init_weights(). If you do, check_parameters() reports this
-    before the first step.
+    scale or copy the weight before init_weights() has drawn it. If you do, check_parameters()
+    reports this before the first step.
     """
     layer.weight.init_std = std  # the mark
     nn.init.constant_(layer.weight, PLACEHOLDER)
@@ -162,12 +163,12 @@ def draw_later(layer, std=0.02):
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Draw the weights that draw_later() has marked. The numbers depend on the seed and name."""
+    """Draw the weights that draw_later() has marked. They depend only on the seed and the name."""
     for name, p in model.named_parameters():  # a weight that two layers share is listed once
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # For edits: an element that was set to another value keeps it
+            # For edits: an element that you have set to another value keeps it
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -204,7 +205,7 @@ class GPTConfig:
 def padded(n_vocab):
     """Return n_vocab rounded up to a multiple of 128, because GPUs are faster with such sizes.
 
-    The embedding has this many rows. The rows of the padding are never used or predicted.
+    The embedding has this many rows. The padding rows are never used or predicted.
     """
     return math.ceil(n_vocab / 128) * 128
 
@@ -283,9 +284,9 @@ class GPT(nn.Module):
     def forward(self, idx, targets=None, return_logits=True):
         """Return the logits (B, T, n_vocab) of token ids idx (B, T), and the loss.
 
-        The loss is the mean cross-entropy in nats per token of targets (B, T), or None without
-        targets. Targets of -100 are ignored. Validation also uses this loss, so put a term that
-        only training should minimize (for example a z-loss) under `if self.training`.
+        The loss is the mean cross-entropy against targets (B, T), in nats per token. It is None if
+        there are no targets. Targets of -100 are ignored. Validation also uses this loss, so put a
+        term that only training should minimize (for example a z-loss) under `if self.training`.
 
         With return_logits=False, the logits are used for the loss but not returned (None). A
         training step uses this option because torch.compile would otherwise allocate a gradient
@@ -321,7 +322,7 @@ class GPT(nn.Module):
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
             # After model.compile(), self(context) runs compiled code. Run it eagerly here, because
-            # it would be compiled again for each new length
+            # otherwise it would be compiled again for each new length
             with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, n_vocab)
             if top_k:
@@ -373,9 +374,10 @@ class DataLoaderLite:
 
     An epoch reads each piece once, one shard after another. With `shuffle`, both the order of the
     shards and the order of the pieces in a shard are random, and are drawn from (seed, epoch). The
-    n-th piece that is read, counted from 0 over all epochs, is called row n. For example, if the
-    shards have 12 pieces, then epoch 0 reads them as rows 0 to 11, and epoch 1 reads the same
-    pieces, in a different order, as rows 12 to 23.
+    pieces are called rows in the order in which they are read: row n is the piece that is read
+    after n others, counted over all epochs. For example, if the shards have 12 pieces, then epoch 0
+    reads them as rows 0 to 11, and epoch 1 reads the same pieces, in a different order, as rows 12
+    to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError. recut: used for text files, so that a small text yields new rows in each epoch.
@@ -392,10 +394,10 @@ class DataLoaderLite:
         """Return the index of the shard that a row is read from, and the token at which it begins.
 
         Example: shards 0, 1 and 2 have 3, 5 and 4 pieces, and T is 10. Epoch 1 begins with row 12,
-        so it reads 5 pieces before row 17. If it reads the shards in the order 2, 0, 1, then these
-        are the 4 pieces of shard 2 and 1 piece of shard 0. If it reads the pieces of shard 0 in the
-        order 1, 2, 0, then row 17 is piece 2 of shard 0, which begins at token 20. (The comments
-        below give the values in this example.)
+        so 5 of its pieces are read before row 17. Suppose epoch 1 reads the shards in the order 2,
+        0, 1. These 5 pieces are then the 4 of shard 2 and 1 of shard 0. Suppose it reads the pieces
+        of shard 0 in the order 1, 2, 0. Then row 17 is piece 2 of shard 0, which begins at token
+        20. (The comments below give the values in this example.)
         """
         epoch, n_read = divmod(row, self.rows_per_epoch)          # 1, 5
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1
@@ -491,7 +493,7 @@ class Muon(torch.optim.Optimizer):
     """Orthogonalized momentum for matrices (Jordan et al. 2024).
 
     A few directions dominate the gradient of a matrix. Muon gives all directions about the same
-    magnitude, so that the model also learns from rare ones. The factor 0.2 sqrt(longer side) makes
+    magnitude, so that the model also learns from weak ones. The factor 0.2 sqrt(longer side) makes
     its updates as large as those of AdamW, so both can share a learning rate (Liu et al. 2025,
     section 2.2).
 
@@ -538,7 +540,7 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(longer_side))
 
 def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
-    """Return [AdamW], or [AdamW, Muon] with Muon for the matrices in the blocks.
+    """Return [AdamW] or, with optimizer="muon", [AdamW, Muon]. Muon has the matrices in the blocks.
 
     raw_model: the GPT, without the DDP wrapper. muon_dtype: the dtype in which Muon orthogonalizes.
     """
@@ -563,15 +565,16 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
 # ---- Training
 @dataclass
 class State:
-    """The part of a run that a checkpoint saves and that a restart restores.
+    """The part of a run that a checkpoint saves, and that is restored when the run is resumed.
 
     Everything that later steps depend on, apart from constants and data, must be an attribute of
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. Any other attribute raises an error before the first
-    step. To change the weights with which a run begins, or to copy them into an attribute, add a
-    method __post_init__(self) to this class. When a run is resumed, the saved weights and the saved
-    value of the attribute are restored after this method has returned.
+    step. To change the weights with which a run begins (initial or pretrained ones), or to copy
+    them into an attribute, add a method __post_init__(self) to this class. When a run is resumed,
+    the saved weights and the saved value of the attribute are restored after this method has
+    returned.
 
     raw_model is the GPT without the DDP wrapper. If it is compiled, this is done in place, by
     raw_model.compile(), so raw_model(idx) runs the compiled code.
@@ -580,7 +583,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time spent on steps so far, except the first after each start
+    minutes: float = 0.0          # training time so far, without the first step after each start
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -633,7 +636,7 @@ def validation_loss(run, loader, model=None):
         x, y = loader.batch(row, cfg.B, run.device)
         if row + cfg.B > n_rows:
             # batch() can always return cfg.B rows, because row numbers continue in the next epoch.
-            # Ignore the targets of those that are not wanted
+            # Ignore the targets of the surplus rows
             y[n_rows - row:] = -100
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
@@ -646,9 +649,9 @@ def read_step(run):
     """Return this process's micro-batches of the next step: a list of (row, x, y).
 
     The rows of a step are dealt out B at a time: to rank 0, rank 1, ..., then to rank 0 again.
-    Every micro-batch is full, since B divides the rows of a process. row is the number of a
-    micro-batch's first row, and x and y are (B, T). To mask targets (set them to -100) or to change
-    inputs, edit this function.
+    Every micro-batch is full, since B divides the number of rows per process. row is the number of
+    a micro-batch's first row, and x and y are (B, T). To mask targets (set them to -100) or to
+    change inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
     check_rows_of_step(cfg, step)  # For edits: rows_before() may have been edited
@@ -659,9 +662,11 @@ def read_step(run):
 def counts_relative_to_mean(batches):
     """Return each micro-batch's number of targets, divided by the mean number per micro-batch.
 
-    For edits: each result is 1, unless an edit of read_step() masks targets (sets them to -100).
-    Then train_step() gives micro-batches with more targets more weight, so that the loss of a step
-    is the exact mean over all targets that are left, in all processes.
+    The mean is over the micro-batches of all processes.
+
+    For edits: each result is 1, unless an edit of read_step() masks targets (sets them to -100). If
+    it does, train_step() gives more weight to micro-batches with more targets, so that the loss of
+    a step is the exact mean over all targets that are left.
     """
     counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
@@ -684,7 +689,7 @@ def train_step(run):
         # run repeats it. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
         # DDP averages gradients over the processes during the backward pass. Only the last
-        # micro-step needs that; before it, gradients accumulate locally. The forward pass must
+        # micro-batch needs that. Before it, gradients accumulate locally. The forward pass must
         # also be inside no_sync(), because DDP prepares the averaging in the forward pass
         is_last = row == batches[-1][0]
         only_accumulate = world_size() > 1 and not is_last
@@ -709,26 +714,15 @@ def train_step(run):
     state.step += 1
     return step_loss, norm
 
-def ensure_initial_hyperparameters(optimizer):
-    """If a group has no entry "initial" yet, store its hyperparameters there, such as lr.
-
-    step_optimizers() derives learning rates from them, and load_optimizer() finds out with them
-    which hyperparameters training has changed.
-    """
-    for group in optimizer.param_groups:
-        if "initial" not in group:
-            group["initial"] = {name: value for name, value in group.items()
-                                if name not in ("params", "param_names")}
-
 def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
-    A group that configure_optimizers() built with max_lr gets the learning rate of get_lr(). A
-    group that was built with a different one, such as Muon's, follows a scaled copy of the same
-    curve.
+    A group that configure_optimizers() built with max_lr gets the learning rate from get_lr(). A
+    group that was built with a different lr, such as Muon's, follows the same curve, scaled.
     """
     for optimizer in state.optimizers:
-        # For edits: build_state() has done this for all groups except those that were added later
+        # group["initial"] holds the hyperparameters that a group was built with. For edits: it is
+        # missing only in groups that you add during training, so add it here
         ensure_initial_hyperparameters(optimizer)
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
@@ -747,18 +741,19 @@ def due(every, run):
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
 
 def train(run):
-    """Repeat: save, evaluate, take a step. After max_steps steps or a signal, finish the run.
+    """Take steps until max_steps or a signal, and then finish the run.
 
-    Steps are counted from 0. An evaluation that is logged as step n shows the model after n steps,
-    so it comes before the training loss of step n.
+    Before each step, save and evaluate if this is due. Steps are counted from 0. An evaluation that
+    is logged as step n shows the model after n steps, so it comes before the training loss of step
+    n.
     """
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
-            # written if the run can already be resumed from this step, for example from step 0,
-            # since the seed determines the initial weights)
+            # written if the run can already be resumed from this step. Step 0 of a new model is
+            # such a case, since the seed determines its weights)
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -809,9 +804,9 @@ def train(run):
 #     code          the checksum of the code
 #
 # A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once.
-# When a run is resumed, its constants and data must be the same as in the checkpoint, and the
-# script reports if the code is different (see check_same_training). The functions of this section
-# convert State to "state" and back
+# When a run is resumed, its constants and data must be those in the checkpoint, apart from the
+# exceptions in check_same_training(), and the script warns if the code has changed. The functions
+# of this section convert State to "state" and back
 def checkpoint_of(state, cfg, fingerprint):
     """Return the content of a checkpoint of `state`."""
     return {
@@ -846,16 +841,16 @@ def has_tensors(value):
 def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
-    Objects with load_state_dict(), such as the model, are loaded in place. Any other attribute is
-    set to its saved value.
+    An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
+    set to its saved value, even if State does not have it yet: train_step() may have created it.
 
-    For edits: the code may have changed since `saved` was saved, so the attributes may differ:
+    For edits: if the code has changed since `saved` was saved, some values cannot be restored.
+    Raise ValueError in two cases:
 
-    - An object or a tensor that is not in `saved` raises ValueError, because its initial value may
-      depend on the initial weights. Any other attribute that is not in `saved` keeps its value.
-    - A value that only `saved` has becomes an attribute, because train_step() may have created it.
-      A dict raises ValueError, because it is probably what an object's state_dict() returned, and
-      the code no longer creates this object.
+    - State has an object or a tensor that was not saved. Its initial value may depend on the
+      initial weights. (A number that was not saved keeps its initial value.)
+    - A dict was saved, and State has neither a dict nor an object in its place. It is probably the
+      state_dict() of an object that the code no longer creates.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
@@ -874,8 +869,8 @@ def restore_state(state, saved):
 def load_object(value, content):
     """Load what content_of() returned into an object or a list of objects."""
     if isinstance(value, list):
-        for part, content_of_part in zip(value, content, strict=True):
-            load_object(part, content_of_part)
+        for part, saved in zip(value, content, strict=True):
+            load_object(part, saved)
     elif isinstance(value, torch.optim.Optimizer):
         load_optimizer(value, content)
     elif content:  # it is empty for a GradScaler that was disabled
@@ -890,11 +885,23 @@ def moved(content, device):
     return content.to(device) if torch.is_tensor(content) else content
 
 # ---- Checkpoints of optimizers. When a run is resumed, the hyperparameters of optimizer groups
-# come from the code, so that an edit takes effect. But a value that training has changed, such as
-# a step count that an optimizer stores in a group, comes from the checkpoint. A value was changed
-# if the checkpoint's group has a different one in "initial" (see ensure_initial_hyperparameters).
-# Training also changes lr, but the lr in the checkpoint has no effect: step_optimizers() computes
-# it anew from the "initial" of the code's group
+# come from the code, so that an edit takes effect. But a value that training has changed, such as a
+# step count that an optimizer stores in a group, comes from the checkpoint. To tell them apart, a
+# group also holds the values that it was built with, in its entry "initial". For example:
+#
+#     group in the checkpoint        momentum=0.95, k=700, initial=dict(momentum=0.95, k=0)
+#     group in the (edited) code     momentum=0.8,  k=0,   initial=dict(momentum=0.8, k=0)
+#     group after loading            momentum=0.8,  k=700, initial=dict(momentum=0.8, k=0)
+#
+# Training has changed k, but not momentum. (It also changes lr. But step_optimizers() computes lr
+# anew in each step, from the one in "initial")
+def ensure_initial_hyperparameters(optimizer):
+    """Add the entry "initial" with a copy of the hyperparameters to each group that lacks it."""
+    for group in optimizer.param_groups:
+        if "initial" not in group:
+            group["initial"] = {name: value for name, value in group.items()
+                                if name not in ("params", "param_names")}
+
 def content_of_optimizer(optimizer):
     """Return the form in which a checkpoint stores an optimizer."""
     return optimizer.state_dict() | {"class": type(optimizer).__name__}
@@ -911,7 +918,7 @@ def load_optimizer(optimizer, content):
     optimizer.load_state_dict(content | {"param_groups": groups})
 
 def changed_values(group):
-    """Return the entries of an optimizer group that are not the same in group["initial"].
+    """Return the entries of an optimizer group that differ from those in group["initial"].
 
     The indices of the parameters ("params") are always included, because "initial" lacks them.
     """
@@ -965,10 +972,9 @@ def newest_checkpoint(folder):
 def checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    It is the newest one or, if the validation loss has risen again (overfitting), the one with the
-    lowest validation loss. (It has risen again if it was lower at an earlier checkpoint than at the
-    latest checkpoint that was validated.) Damaged checkpoints are left out. Return None if there is
-    no checkpoint.
+    Normally this is the newest checkpoint. But if an earlier checkpoint has a lower validation loss
+    than the latest one that was validated (overfitting), it is the one with the lowest loss. Skip
+    damaged checkpoints. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)
     # The validation losses of the steps that have a checkpoint
@@ -1009,20 +1015,20 @@ def in_todays_form(content):
         content = move_into_state(content)
     for optimizer in content["state"].get("optimizers", []):
         for group in optimizer["param_groups"]:
-            # Until 25 November 2026, "initial" had one of these names. (It was missing until 23
-            # November. Then all values of the checkpoint are restored)
+            # Until 25 November 2026, "initial" had one of these names. (Checkpoints from before 24
+            # November lack it. All values of their groups are restored)
             for name in group.keys() & {"in_code", "as_built"}:
                 group["initial"] = group.pop(name)
     return content
 
 def rename_entries(content):
-    """Return the content with new names. Until 23 November 2026, entries had different names.
+    """Rename the entries of a checkpoint that was written until 23 November 2026.
 
-    The attributes of State were stored at the top level, from where move_into_state() moves them.
+    Its attributes of State are at the top level, from where move_into_state() moves them.
     """
     content = dict(content)
-    # "model" held the weights for evaluation. Only if an edit averaged the weights, there was also
-    # "trained", which held those of raw_model
+    # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
+    # "trained", held those of raw_model
     content["eval_model"] = content.pop("model")
     content["raw_model"] = content.pop("trained", content["eval_model"])
     content |= content.pop("numbers", {})  # the numbers in State, such as `step`
@@ -1068,7 +1074,7 @@ def code_checksum():
     return zlib.crc32("\n".join(filter(None, lines)).encode())
 
 def modules_beside(path, seen):
-    """Return the .py files beside `path` that it imports, directly or indirectly.
+    """Return the .py files in the folder of `path` that it imports, directly or indirectly.
 
     seen: names of modules to leave out.
     """
@@ -1176,7 +1182,7 @@ def check_same_function(ours, hf_model, end_of_text):
 # than the one in this file
 @dataclass
 class ModelInfo:
-    """The constants of a model whose weights exist already."""
+    """The constants of a model whose weights are to be loaded, or were loaded when a run began."""
     source: str           # the file, folder or hub name of the weights
     gpt_config: dict      # the GPTConfig of the model, as a dict
     encoding: str | None  # name of the encoding, or None if it is unknown
@@ -1212,25 +1218,25 @@ def info_in_checkpoint(content, source):
     return ModelInfo(source, content["gpt_config"], content["encoding"])
 
 def gpt_config_from_scratch(cfg, encoding):
-    """Return the GPTConfig of a model for which no weights exist. Config determines it."""
+    """Return the GPTConfig of a model that is trained from scratch. Config determines it."""
     # For edits: you may have added constants to both Config and GPTConfig
     in_both = asdict(GPTConfig()).keys() & asdict(cfg).keys()
     return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
                      vocab_size=padded(encoding.n_vocab),
                      **{name: getattr(cfg, name) for name in in_both})
 
-def gpt_config_for_training(info, cfg):
-    """Return the GPTConfig of a model whose weights exist, with the dropout in cfg."""
+def gpt_config_from_weights(info, cfg):
+    """Return the GPTConfig of a model with loaded weights. Only dropout comes from cfg."""
     in_both = asdict(GPTConfig()).keys() & asdict(cfg).keys()
     # For edits: a constant that did not exist when the weights were made also comes from cfg
     from_cfg = {name for name in in_both if name == "dropout" or name not in info.gpt_config}
     return gpt_config_of_model(info, {name: getattr(cfg, name) for name in from_cfg})
 
 def gpt_config_of_model(info, replacements):
-    """Return the GPTConfig of a model whose weights exist, with some values replaced.
+    """Return the GPTConfig in a ModelInfo, with some values replaced.
 
-    replacements: {name: value}. Raise UserError if GPTConfig lacks a constant that the weights were
-    made with.
+    replacements: {name: value}. Raise UserError if GPTConfig lacks a constant that the model was
+    trained with.
     """
     constants = info.gpt_config | replacements
     if unknown := constants.keys() - asdict(GPTConfig()).keys():
@@ -1280,8 +1286,8 @@ def main():
 
 @dataclass
 class Origin:
-    """What a command builds, and what it loads into it."""
-    gpt_config: GPTConfig    # of the model to build
+    """The model that a command builds, and the weights or the checkpoint that it loads into it."""
+    gpt_config: GPTConfig    # the constants of the model
     weights: Weights | None  # for a new run with init_from, and for --sample
     checkpoint: dict | None  # for a resumed run, as returned by read_checkpoint()
 
@@ -1310,9 +1316,9 @@ def resolve_config(flags, device=torch.device("cpu")):
     2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
        on a text file
     3. the flags, {name: text}
-    4. the model of existing weights, if find_weights() finds any: it sets the model's shape and the
-       encoding, and a flag that contradicts it raises UserError. With FINETUNE, it also sets max_lr
-       and T, if neither FINETUNE nor a flag does
+    4. the weights, if there are any to start from (see find_weights): they set the model's shape
+       and the encoding, and a flag that contradicts them raises UserError. With FINETUNE, they also
+       set max_lr and T, unless FINETUNE or a flag sets these
 
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, final_max_steps() computes it once the data have been opened.
@@ -1326,7 +1332,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     weights, checkpoint, info = find_weights(cfg, device)
     model_line = ""
     if info:
-        gpt_config = gpt_config_for_training(info, cfg)
+        gpt_config = gpt_config_from_weights(info, cfg)
         values = config_values_of_model(gpt_config, info.encoding, preset_name, flags)
         check_flags_against_model(flags, values, info.source)
         model_line = "\n" + describe_model(info.source, values, cfg_before=cfg)
@@ -1352,7 +1358,7 @@ def choose_data(flags):
         "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
 
 def choose_preset(data, flags):
-    """Return the name of the preset, or "" if there is none, as for training on shards."""
+    """Return the name of the preset, or "" for training on shards, which has none."""
     if not is_text(data):
         return ""
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
@@ -1371,10 +1377,11 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def find_weights(cfg, device):
-    """Return the Weights or the checkpoint to load, and the ModelInfo that determines the model.
+    """Return (weights, checkpoint, info): what a command loads, and what determines its model.
 
-    Each of the three is None if the command does not have it. Raise UserError if weights cannot be
-    read.
+    weights: the Weights for samples, or for a new run with init_from. checkpoint: the content of
+    the checkpoint from which a run is resumed. info: the ModelInfo that determines the model, or
+    None if Config does. Whatever does not apply is None. Raise UserError if weights cannot be read.
     """
     from_scratch = cfg.init_from == "scratch"
     if cfg.init_from == "resume":
@@ -1387,7 +1394,9 @@ def find_weights(cfg, device):
         weights = read_weights(cfg.log_dir if from_scratch else cfg.init_from)
         return weights, None, weights.info
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if from_scratch:  # a new run, or a resumed one. Config determines the model
+    if from_scratch:
+        # A new run, or a resumed one. Config determines the model, and check_same_training()
+        # compares it with that in the checkpoint
         return None, checkpoint, None
     if checkpoint:  # a resumed run that began with pretrained weights
         return None, checkpoint, info_in_checkpoint(checkpoint, cfg.log_dir)
@@ -1395,10 +1404,10 @@ def find_weights(cfg, device):
     return weights, None, weights.info
 
 def config_values_of_model(gpt_config, encoding_name, preset_name, flags):
-    """Return {name: value} of the constants in Config that the model of existing weights sets.
+    """Return {name: value} of the constants in Config that loaded weights determine.
 
-    These are the constants that Config shares with GPTConfig, except dropout, and the encoding if
-    its name is known. T is not one of them, since rows may be shorter than block_size
+    These are all constants that Config shares with GPTConfig apart from dropout. The encoding is
+    included if its name is known. T is not included, since rows may be shorter than block_size
     (check_model_fits() checks this). But with FINETUNE, T and max_lr are derived from the model,
     unless FINETUNE or a flag sets them.
     """
@@ -1434,7 +1443,7 @@ def describe_preset(preset_name, cfg):
     return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
 
 def describe_model(source, values, cfg_before):
-    """Return a line about existing weights: their source, and the constants that they change.
+    """Return a line about loaded weights: their source, and the constants that they change.
 
     values: what config_values_of_model() returned. cfg_before: the Config without these values.
     """
@@ -1444,7 +1453,7 @@ def describe_model(source, values, cfg_before):
     return f"weights   {source} sets {', '.join(changed) or 'no constant'}"
 
 def check_config(cfg):
-    """Raise UserError for values of constants that cannot work.
+    """Raise UserError if a constant has a value that cannot work.
 
     make_config() has already refused negative numbers.
     """
@@ -1507,7 +1516,7 @@ def print0(text):
 def join_processes(device):
     """Form the group of all processes that torchrun started."""
     # DDP(...) imports torch.distributed.nn. If it is first imported when a process group exists, it
-    # keeps a reference to the group, and Python may abort on exit. So import it before
+    # keeps a reference to the group, and Python may abort on exit. So import it first
     import torch.distributed.nn  # noqa: F401
     # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
     # for each restart keeps them from finding the addresses of dead processes
@@ -1627,7 +1636,8 @@ def set_attention(cfg, device, dtype):
     # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
-# ---- Opening data. Training on damaged shards, or with the wrong encoding, would ruin the model
+# ---- Opening data. Damaged shards or a wrong encoding are reported, since training with them would
+# ruin the model
 def is_text(data):
     """Return whether `data` is a text file. Otherwise it is a folder of shards."""
     return Path(data).is_file()
@@ -1786,9 +1796,9 @@ def loss_warning(run):
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
-# Constants that may always differ when a run is resumed. They do not affect training, except that
-# dtype and B affect rounding, and B also affects the dropout masks. epochs may differ because it
-# only determines max_steps. (check_same_training() decides about max_steps and minutes)
+# Constants that may be changed freely when a run is resumed. They do not affect training, except
+# that dtype and B affect rounding, and B also affects the dropout masks. epochs may differ because
+# it only determines max_steps. (For max_steps and minutes, see check_same_training)
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
@@ -1823,7 +1833,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
-    # With --max_steps, resolve_config() sets minutes to 0. Then it is enough to compare max_steps
+    # `minutes` only determines max_steps. If it is 0 now, for example because --max_steps was given
+    # (see resolve_config), it is enough to compare max_steps
     if cfg.minutes == 0:
         changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
@@ -1856,8 +1867,8 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        continues: whether a run is resumed. If a new run begins, log_dir may still hold files of an
-        earlier run that has left no checkpoint. Rename these files.
+        continues: whether a run is resumed. If not, rename the files of an earlier run in log_dir
+        that has left no checkpoint.
         """
         if rank() != 0:
             return
@@ -1896,10 +1907,10 @@ class RunFolder:
             write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
     def can_resume_at(self, step):
-        """Return whether the run can be resumed at a step without another save.
+        """Return whether the run can be resumed from a step without another save.
 
-        This is true for the newest checkpoint. Step 0 of a new model needs no checkpoint, because
-        the seed determines its weights.
+        This is true for the step of the newest checkpoint, and for step 0 of a new model, whose
+        weights are determined by the seed.
         """
         return step == self.saved_step or (step == 0 and self.cfg.init_from == "scratch")
 
@@ -1910,7 +1921,7 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        # The previous save still reads the buffers. (If it fails, it prints the reason itself)
+        # The previous save may still be reading the buffers. (If it fails, it prints the reason)
         self.wait_for_save()
         if self.can_resume_at(state.step):
             return
@@ -1922,7 +1933,7 @@ class RunFolder:
         self.last_save = self.executor.submit(self.write_checkpoint, content)
 
     def wait_for_save(self):
-        """Wait until the latest save has finished. Return its error message, "" if it succeeded."""
+        """Wait until the latest save has finished. Return its error message, or ""."""
         return self.last_save.result() if self.last_save else ""
 
     def write_checkpoint(self, content):
@@ -1951,14 +1962,15 @@ class RunFolder:
         the one with the lowest validation loss.
         """
         found = find_checkpoints(self.path)  # {step: path}
-        older = [other for other in found if other < step]  # steps, the newest first
-        losses = {other: loss for other, loss in read_metrics(self.path)["val"] if other in found}
+        older = [number for number in found if number < step]  # steps, the newest first
+        losses = {number: loss for number, loss in read_metrics(self.path)["val"]
+                  if number in found}
         keep = {*older[:1], min(losses, key=losses.get, default=None)}
         every = self.cfg.keep_every
-        keep |= {other for other in older if every and other % every == 0}
-        for other in set(older) - keep:
+        keep |= {number for number in older if every and number % every == 0}
+        for number in set(older) - keep:
             with contextlib.suppress(OSError):
-                found[other].unlink()
+                found[number].unlink()
 
     def plot(self):
         """Plot in the background if matplotlib is installed. Cancel a plot that is still queued."""
@@ -2045,7 +2057,7 @@ def check_model_fits(gpt_config, cfg, encoding):
                         f"{encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
 
 def final_max_steps(cfg, origin, device, loaders):
-    """Return max_steps. With `minutes`, it depends on the speed, and with `epochs`, on the data.
+    """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
 
     A resumed run with `minutes` keeps the max_steps that was measured when it began.
     """
@@ -2151,7 +2163,7 @@ def wrap_in_ddp(raw_model):
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
 def describe_batch(cfg):
-    """Return the number of tokens per step as text. For edits: it may grow during training."""
+    """Return the number of tokens per step as text. For edits: rows_before() may let it grow."""
     steps = (0, max(0, cfg.max_steps - 1))
     first, last = [f"{rows_of_step(cfg, step) * cfg.T:,}" for step in steps]
     return first if first == last else f"{first} to {last}"
@@ -2215,8 +2227,8 @@ def write_log(run, step, metric, value):
 
 def gather_from_ranks(loss, norm, signal_came):
     """Return three lists with one entry per process: loss, norm, whether it received a signal."""
-    # The CPU waits for the GPU only once, in tolist(). So create this tensor on the GPU, since
-    # copying it there would make the CPU wait, too
+    # The CPU waits for the GPU in tolist(). Create this tensor on the GPU, since copying it there
+    # would make the CPU wait a second time
     signal_came = torch.full_like(loss, signal_came)
     mine = torch.stack((loss, norm, signal_came))
     everyones = [mine.clone() for _ in range(world_size())]
@@ -2248,7 +2260,7 @@ def fail_if(problem, run):
         raise UserError(problem)
 
 def problem_with_norms(step, norms):
-    """Return a message if the processes' gradients have different norms, and otherwise None."""
+    """Return a message if the processes' gradients have different norms, or None."""
     # 1e-5 allows for rounding, since different kinds of GPU may add in a different order
     if max(norms) - min(norms) > 1e-5 * max(norms):
         return (f"In step {step} the gradients of the processes have norms from "
@@ -2260,7 +2272,7 @@ def problem_with_norms(step, norms):
 
 @torch.no_grad()
 def problem_with_weights(raw_model):
-    """Return a message if the processes have different weights, and otherwise None.
+    """Return a message if the processes have different weights, or None.
 
     For edits: this happens if an edit lets each process decide from its own loss whether to skip an
     update. problem_with_norms() cannot find this, because all processes have the same gradients.
@@ -2273,12 +2285,12 @@ def problem_with_weights(raw_model):
     norms = torch.stack(norms).tolist()
     if max(norms) - min(norms) > 1e-5 * max(norms):  # allows for rounding
         return (f"The weights of the processes have norms from {min(norms):.7g} to "
-                f"{max(norms):.7g}, so they train different models. Decide about an update by "
-                "numbers that are the same in all processes.")
+                f"{max(norms):.7g}, so they train different models. Base the decision to "
+                "skip an update on values that are the same in all processes.")
     return None
 
 def problem_with_loss(run, step, loss, norm):
-    """Return a message if the loss or the norm shows that the model has diverged, or else None."""
+    """Return a message if the loss or the norm shows that the model has diverged, or None."""
     scaler = run.state.scaler
     # In float16 an infinite norm merely causes the step to be skipped. It is an error only once the
     # loss scale has fallen to 0
@@ -2312,7 +2324,7 @@ def report_step(run, step, loss, norm):
     warn_of_slow_steps(run)
 
 def warn_of_slow_steps(run):
-    """Print one line, once, if CPU steps take over twice as long as the fastest of the last 50.
+    """Warn once if the median of the last 20 CPU steps is over twice the fastest of the last 50.
 
     OpenMP threads wait for each other. If one of them shares its core with another program, all of
     them wait. With two threads on two cores, one other busy process slows a quick-start step from
@@ -2329,7 +2341,7 @@ def warn_of_slow_steps(run):
                f"fewer threads: put OMP_NUM_THREADS={threads - 1} before the same command.")
 
 def validate(run):
-    """Report the validation loss and the minutes of training."""
+    """Report the validation loss and the training time in minutes."""
     loss, step = validation_loss(run, run.val_loader), run.state.step
     bits = loss * run.tokens_per_byte / math.log(2)
     report(run, step, "val", loss, note=f" ({bits:.4f} bits per byte)", print_always=True)
@@ -2413,11 +2425,11 @@ def prepared_hellaswag(cfg, model, encoding):
     """
     if not cfg.hellaswag_every:
         return None
-    import hellaswag  # here, so that train_gpt2.py also works without this file
+    import hellaswag  # here, so that hellaswag.py is needed only if HellaSwag is scored
     return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
 
 def hellaswag_score(run):
-    """Return eval_model's acc_norm on HellaSwag."""
+    """Return eval_model's acc_norm on HellaSwag. evaluate() shares the work among the processes."""
     import hellaswag
     with run.autocast():
         return hellaswag.evaluate(run.state.eval_model, run.hellaswag_questions).acc_norm

@@ -198,7 +198,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
     weights = t.weights_in_checkpoint(saved, "saved")
-    model = t.build_model(cfg, t.gpt_config_for_training(weights.info, cfg))
+    model = t.build_model(cfg, t.gpt_config_from_weights(weights.info, cfg))
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match="has the state of AdamW, but the code uses SGD"):
@@ -354,7 +354,7 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
     info = t.ModelInfo("x", {"n_layer": 2}, "bytes")
-    assert t.gpt_config_for_training(info, t.Config()).n_layer == 2
+    assert t.gpt_config_from_weights(info, t.Config()).n_layer == 2
 
 def average_and_running_mean(arrange, attribute):
     """Add attributes to State: torch's average of weights, a mean, a minimum and a history."""
