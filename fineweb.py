@@ -560,11 +560,11 @@ def settings_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # If these shards contain the whole corpus, `last` is one more than the index of its last file.
-    # So if files are added later, the first of them is in the settings, which then differ from
-    # those in the manifest. This is intended: the last shard is not full, so it cannot be kept.
-    last = shards[-1].end.file_number if shards else -1
-    for number, (url, size) in enumerate(files[:last + 1]):
+    # The last shard ends in the file with this index. If the shards contain the whole corpus, there
+    # is no such file yet, and the first file that is added later will have this index. Then the
+    # settings change, and this is intended: the last shard is not full, so it cannot be kept.
+    end_file = shards[-1].end.file_number if shards else -1
+    for number, (url, size) in enumerate(files[:end_file + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
@@ -652,8 +652,8 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
             # Skip the tokens of earlier shards, which are at the start of the first batch. (If
-            # BATCH_BYTES was lowered after the shards were made, they may also fill the next
-            # batches.)
+            # BATCH_BYTES was lowered after the shards were made, these tokens may also fill the
+            # next batches.)
             position = min(to_skip, len(tokens))  # the index of the next token to copy
             to_skip -= position
             while position < len(tokens):

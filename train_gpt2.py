@@ -89,7 +89,7 @@ class Config:
     init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a model or run folder, or a .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for block matrices, AdamW for others
-    max_lr: float = 6e-4            # peak learning rate; FINETUNE sets it to 0.1 / n_embd
+    max_lr: float = 6e-4            # peak learning rate; in fine-tuning, 0.1 / n_embd if not set
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
@@ -583,7 +583,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time so far, without the first step after each start
+    minutes: float = 0.0          # training time so far, see add_time()
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -613,7 +613,7 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
-    hellaswag_questions: object   # a hellaswag.Prepared, or None if HellaSwag is not scored
+    hellaswag_data: object        # a hellaswag.Prepared, or None if HellaSwag is not scored
     folder: "RunFolder | None"    # writes to log_dir; None in a Run that only serves to time steps
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
@@ -721,8 +721,8 @@ def step_optimizers(state, cfg, norm):
     group that was built with a different lr, such as Muon's, follows the same curve, scaled.
     """
     for optimizer in state.optimizers:
-        # group["initial"] holds the hyperparameters that a group was built with. For edits: it is
-        # missing only in groups that you add during training, so add it here
+        # group["initial"] holds the hyperparameters that a group was built with. build_state() has
+        # stored them there. For edits: do this now for groups that were added during training
         ensure_initial_hyperparameters(optimizer)
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
@@ -757,7 +757,7 @@ def train(run):
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
-        if due(cfg.hellaswag_every, run) and run.hellaswag_questions:
+        if due(cfg.hellaswag_every, run) and run.hellaswag_data:
             report(run, step, "hella", hellaswag_score(run), print_always=True)
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
             run.folder.plot()
@@ -771,6 +771,7 @@ def train(run):
         # Each list has one value per process. The CPU waits for the GPU here
         losses, norms, signals = gather_from_ranks(loss, norm, run.signal_came.is_set())
         add_time(run, time.perf_counter() - start)
+        # train_step() has increased state.step. `step` is still the number of the step it has taken
         check_step(run, step, losses, norms)
         report_step(run, step, loss=statistics.fmean(losses), norm=norms[0])  # norms are equal
         stopped = any(signals)
@@ -847,8 +848,9 @@ def restore_state(state, saved):
     For edits: if the code has changed since `saved` was saved, some values cannot be restored.
     Raise ValueError in two cases:
 
-    - State has an object or a tensor that was not saved. Its initial value may depend on the
-      initial weights. (A number that was not saved keeps its initial value.)
+    - State has an object or a tensor that was not saved. It may be derived from the weights with
+      which the run began, and a resumed run does not have them. (A number that was not saved keeps
+      its initial value.)
     - A dict was saved, and State has neither a dict nor an object in its place. It is probably the
       state_dict() of an object that the code no longer creates.
     """
@@ -979,10 +981,10 @@ def checkpoint_to_use(folder):
     found = find_checkpoints(folder)
     # The validation losses of the steps that have a checkpoint
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
-    best = min(losses, key=losses.get, default=None)
-    last_validated = max(losses, default=None)  # a step, like `best`
-    if best != last_validated:  # the loss has risen again
-        path = found[best]
+    best_step = min(losses, key=losses.get, default=None)
+    last_step = max(losses, default=None)
+    if best_step != last_step:  # the loss has risen again
+        path = found[best_step]
         try:
             read_checkpoint(path)  # raises UserError if it is damaged
             return path
@@ -1182,7 +1184,7 @@ def check_same_function(ours, hf_model, end_of_text):
 # than the one in this file
 @dataclass
 class ModelInfo:
-    """The constants of a model whose weights are to be loaded, or were loaded when a run began."""
+    """The constants of a model that was trained before, and where its weights are."""
     source: str           # the file, folder or hub name of the weights
     gpt_config: dict      # the GPTConfig of the model, as a dict
     encoding: str | None  # name of the encoding, or None if it is unknown
@@ -1217,20 +1219,22 @@ def info_in_checkpoint(content, source):
     """Return the ModelInfo of a checkpoint. content: what read_checkpoint() returned."""
     return ModelInfo(source, content["gpt_config"], content["encoding"])
 
-def gpt_config_from_scratch(cfg, encoding):
-    """Return the GPTConfig of a model that is trained from scratch. Config determines it."""
-    # For edits: you may have added constants to both Config and GPTConfig
-    in_both = asdict(GPTConfig()).keys() & asdict(cfg).keys()
-    return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
-                     vocab_size=padded(encoding.n_vocab),
-                     **{name: getattr(cfg, name) for name in in_both})
+def gpt_config_of_run(cfg, encoding, info=None):
+    """Return the GPTConfig of the model that a command builds.
 
-def gpt_config_from_weights(info, cfg):
-    """Return the GPTConfig of a model with loaded weights. Only dropout comes from cfg."""
-    in_both = asdict(GPTConfig()).keys() & asdict(cfg).keys()
-    # For edits: a constant that did not exist when the weights were made also comes from cfg
-    from_cfg = {name for name in in_both if name == "dropout" or name not in info.gpt_config}
-    return gpt_config_of_model(info, {name: getattr(cfg, name) for name in from_cfg})
+    info: the ModelInfo that determines the model, except for dropout, which comes from cfg. If it
+    is None, Config and the encoding determine the model.
+    """
+    # For edits: you may have added constants to both Config and GPTConfig
+    in_both = {name: getattr(cfg, name)
+               for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
+    if info is None:
+        return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
+                         vocab_size=padded(encoding.n_vocab), **in_both)
+    # For edits: a constant that did not exist when the model was trained also comes from cfg
+    from_cfg = {name: value for name, value in in_both.items()
+                if name == "dropout" or name not in info.gpt_config}
+    return gpt_config_of_model(info, from_cfg)
 
 def gpt_config_of_model(info, replacements):
     """Return the GPTConfig in a ModelInfo, with some values replaced.
@@ -1286,10 +1290,18 @@ def main():
 
 @dataclass
 class Origin:
-    """The model that a command builds, and the weights or the checkpoint that it loads into it."""
-    gpt_config: GPTConfig    # the constants of the model
-    weights: Weights | None  # for a new run with init_from, and for --sample
-    checkpoint: dict | None  # for a resumed run, as returned by read_checkpoint()
+    """What a command loads, and what determines the shape of its model. There are five cases:
+
+    command                     loads         the model is determined by
+    --sample                    weights       the weights
+    new run from scratch        nothing       Config
+    resumed run from scratch    checkpoint    Config (check_same_training() compares the two)
+    new run with init_from      weights       the weights
+    resumed run with init_from  checkpoint    the checkpoint
+    """
+    weights: Weights | None = None
+    checkpoint: dict | None = None   # as returned by read_checkpoint()
+    info: ModelInfo | None = None    # the constants of the model, or None if Config determines it
 
 def run_command(flags):
     """Train, or print samples. flags: {name: text} of the flags that were given."""
@@ -1316,9 +1328,9 @@ def resolve_config(flags, device=torch.device("cpu")):
     2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
        on a text file
     3. the flags, {name: text}
-    4. the weights, if there are any to start from (see find_weights): they set the model's shape
-       and the encoding, and a flag that contradicts them raises UserError. With FINETUNE, they also
-       set max_lr and T, unless FINETUNE or a flag sets these
+    4. the model of the weights, if the command starts from weights (see Origin): it sets the
+       model's shape and the encoding, and a flag that contradicts it raises UserError. With
+       FINETUNE, it also sets max_lr and T, unless FINETUNE or a flag sets these
 
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, final_max_steps() computes it once the data have been opened.
@@ -1329,23 +1341,19 @@ def resolve_config(flags, device=torch.device("cpu")):
     preset_name = choose_preset(data, flags)
     preset = PRESETS.get(preset_name, {})
     cfg = make_config(Config, {"data": data} | preset | flags)  # converts the text of the flags
-    weights, checkpoint, info = find_weights(cfg, device)
-    model_line = ""
-    if info:
-        gpt_config = gpt_config_from_weights(info, cfg)
-        values = config_values_of_model(gpt_config, info.encoding, preset_name, flags)
-        check_flags_against_model(flags, values, info.source)
-        model_line = "\n" + describe_model(info.source, values, cfg_before=cfg)
+    origin, model_line = find_origin(cfg, device), ""
+    if origin.info:
+        values = config_values_of_model(origin.info, preset_name, flags)
+        check_flags_against_model(flags, values, origin.info.source)
+        model_line = "\n" + describe_model(origin.info.source, values, cfg_before=cfg)
         cfg = replace(cfg, **values)
-    if weights and is_of_other_code(weights.code):
+    if origin.weights and is_of_other_code(origin.weights.code):
         model_line += ". It was written by different code"
     lines = f"{note}{describe_preset(preset_name, cfg)}{model_line}"
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    if info is None:
-        gpt_config = gpt_config_from_scratch(cfg, get_encoding(cfg.encoding))
-    return cfg, Origin(gpt_config, weights, checkpoint), lines
+    return cfg, origin, lines
 
 def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
@@ -1376,13 +1384,8 @@ def read_newest_checkpoint(log_dir, device):
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
-def find_weights(cfg, device):
-    """Return (weights, checkpoint, info): what a command loads, and what determines its model.
-
-    weights: the Weights for samples, or for a new run with init_from. checkpoint: the content of
-    the checkpoint from which a run is resumed. info: the ModelInfo that determines the model, or
-    None if Config does. Whatever does not apply is None. Raise UserError if weights cannot be read.
-    """
+def find_origin(cfg, device):
+    """Return the Origin of a command. Raise UserError if the weights cannot be read."""
     from_scratch = cfg.init_from == "scratch"
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
@@ -1392,34 +1395,32 @@ def find_weights(cfg, device):
             raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
                             "or set --init_from.")
         weights = read_weights(cfg.log_dir if from_scratch else cfg.init_from)
-        return weights, None, weights.info
+        return Origin(weights=weights, info=weights.info)
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if from_scratch:
-        # A new run, or a resumed one. Config determines the model, and check_same_training()
-        # compares it with that in the checkpoint
-        return None, checkpoint, None
-    if checkpoint:  # a resumed run that began with pretrained weights
-        return None, checkpoint, info_in_checkpoint(checkpoint, cfg.log_dir)
-    weights = read_weights(cfg.init_from)  # a new run that begins with pretrained weights
-    return weights, None, weights.info
+    if from_scratch:  # a new run (the checkpoint is None) or a resumed one
+        return Origin(checkpoint=checkpoint)
+    if checkpoint:  # a resumed run that began with init_from
+        return Origin(checkpoint=checkpoint, info=info_in_checkpoint(checkpoint, cfg.log_dir))
+    weights = read_weights(cfg.init_from)  # a new run with init_from
+    return Origin(weights=weights, info=weights.info)
 
-def config_values_of_model(gpt_config, encoding_name, preset_name, flags):
-    """Return {name: value} of the constants in Config that loaded weights determine.
+def config_values_of_model(info, preset_name, flags):
+    """Return {name: value} of the constants in Config that a ModelInfo determines.
 
-    These are all constants that Config shares with GPTConfig apart from dropout. The encoding is
-    included if its name is known. T is not included, since rows may be shorter than block_size
+    These are all constants of the model that are also in Config, apart from dropout. The encoding
+    is included if its name is known. T is not included, since rows may be shorter than block_size
     (check_model_fits() checks this). But with FINETUNE, T and max_lr are derived from the model,
     unless FINETUNE or a flag sets them.
     """
     names = asdict(Config()).keys() - {"dropout"}
-    values = {name: value for name, value in asdict(gpt_config).items() if name in names}
-    if encoding_name:
-        values["encoding"] = encoding_name
+    values = {name: value for name, value in info.gpt_config.items() if name in names}
+    if info.encoding:
+        values["encoding"] = info.encoding
     if preset_name == "FINETUNE":
         # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
         # max_lr is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
-        derived = {"max_lr": 0.1 / gpt_config.n_embd,
-                   "T": min(1024, 2 ** int(math.log2(gpt_config.block_size)))}
+        derived = {"max_lr": 0.1 / info.gpt_config["n_embd"],
+                   "T": min(1024, 2 ** int(math.log2(info.gpt_config["block_size"])))}
         values |= {name: value for name, value in derived.items()
                    if name not in FINETUNE and name not in flags}
     return values
@@ -1867,8 +1868,8 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        continues: whether a run is resumed. If not, rename the files of an earlier run in log_dir
-        that has left no checkpoint.
+        continues: whether a run is resumed. If not, log_dir may still hold files of an earlier run,
+        which has left no checkpoint, since otherwise it would be resumed. Rename these files.
         """
         if rank() != 0:
             return
@@ -2032,8 +2033,8 @@ def set_up(cfg, origin, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     checkpoint, encoding = origin.checkpoint, get_encoding(cfg.encoding)
-    if cfg.init_from != "scratch":
-        check_model_fits(origin.gpt_config, cfg, encoding)
+    if origin.info:
+        check_model_fits(origin.info, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
     cfg = replace(cfg, max_steps=final_max_steps(cfg, origin, device, loaders))
@@ -2048,9 +2049,9 @@ def set_up(cfg, origin, device):
     print0("\n".join(lines))
     return run
 
-def check_model_fits(gpt_config, cfg, encoding):
-    """Raise UserError if the model in init_from has the wrong vocabulary or too short a context."""
-    n_vocab, block_size = gpt_config.n_vocab, gpt_config.block_size
+def check_model_fits(info, cfg, encoding):
+    """Raise UserError if a ModelInfo has the wrong vocabulary or too short a context."""
+    n_vocab, block_size = info.gpt_config["n_vocab"], info.gpt_config["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
                         f"context of {block_size}, but encoding={cfg.encoding} has "
@@ -2112,7 +2113,7 @@ def build_run(cfg, origin, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, origin.gpt_config).to(device)
+    raw_model = build_model(cfg, gpt_config_of_run(cfg, encoding, origin.info)).to(device)
     if origin.weights:
         load_weights(raw_model, origin.weights)
     state = build_state(raw_model, cfg, dtype)
@@ -2125,7 +2126,7 @@ def build_run(cfg, origin, device, loaders, folder=None):
         ddp_model=wrap_in_ddp(raw_model), train_loader=train_loader, val_loader=val_loader,
         autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
         tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
-        hellaswag_questions=prepared_hellaswag(cfg, state.eval_model, encoding), folder=folder)
+        hellaswag_data=prepared_hellaswag(cfg, state.eval_model, encoding), folder=folder)
 
 def build_state(raw_model, cfg, dtype):
     """Return the State at step 0.
@@ -2158,7 +2159,8 @@ def wrap_in_ddp(raw_model):
     """Wrap the model in DDP if there are several processes; otherwise return it unchanged."""
     if world_size() == 1:
         return raw_model
-    # With the default of 25 MB per bucket, a compiled model would be split into 14 graphs.
+    # torch.compile splits a model where DDP's buckets end. With the default of 25 MB per bucket,
+    # there would be 14 graphs.
     # Gradients are views of the buckets, so that they need not be copied
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
@@ -2410,7 +2412,7 @@ def print_sample(run):
 def sample_only(cfg, origin, device):
     """Print cfg.sample samples from the weights in `origin`, computed in float32."""
     encoding, weights = get_encoding(cfg.encoding), origin.weights
-    model = build_model(cfg, origin.gpt_config).to(device)
+    model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights.info)).to(device)
     load_weights(model, weights)
     if is_of_other_code(weights.code):
         print0(f"!!! {weights.info.source} was written by different code.")
@@ -2432,7 +2434,7 @@ def hellaswag_score(run):
     """Return eval_model's acc_norm on HellaSwag. evaluate() shares the work among the processes."""
     import hellaswag
     with run.autocast():
-        return hellaswag.evaluate(run.state.eval_model, run.hellaswag_questions).acc_norm
+        return hellaswag.evaluate(run.state.eval_model, run.hellaswag_data).acc_norm
 
 # ---- The end of a run: save the last step, export a model and record the result
 def finish(run, stopped):
@@ -2506,7 +2508,7 @@ def export(run):
         checkpoint_path = checkpoint_to_use(path)
         if checkpoint_path:
             content = read_checkpoint(checkpoint_path)
-        else:  # a new model with max_steps=0 has no checkpoint
+        else:  # with max_steps=0, a new model has no checkpoint (see can_resume_at)
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(content, str(checkpoint_path or "the model"))
         model = build_model(run.cfg, run.state.raw_model.config)

@@ -74,9 +74,9 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     assert all(f"{name}={expected[name]!r}" in lines for name in t.SMALL)
     assert "SMALL" in lines and "Quick start" not in lines
     save_shards(tmp_path / "shards")
-    cfg, start, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
+    cfg, origin, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
     assert cfg == t.Config(data="shards", encoding="bytes", n_layer=5, seed=7)
-    assert start.weights is None and start.checkpoint is None and start.gpt_config.n_layer == 5
+    assert origin == t.Origin()
     assert "Config" in lines and "SMALL" not in lines
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
@@ -90,9 +90,10 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     weights = t.Weights(t.ModelInfo("weights", decided, "bytes"), {}, code=None)
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
-    cfg, start, lines = t.resolve_config(given)
-    assert start.weights is weights and start.checkpoint is None
-    assert (start.gpt_config.block_size, start.gpt_config.dropout) == (100, 0.1)
+    cfg, origin, lines = t.resolve_config(given)
+    assert origin.weights is weights and origin.checkpoint is None
+    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), origin.info)
+    assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
     assert "FINETUNE" in lines and "T=64 (not 1024)" in lines
     assert "weights   weights sets n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
     expected = t.FINETUNE | given | dict(n_layer=2, n_head=3, n_embd=12, T=64, encoding="bytes",
@@ -225,7 +226,7 @@ def test_rank_0_downloads_hellaswag_for_all_processes(monkeypatch, capsys):
     monkeypatch.setattr(hellaswag, "evaluate", evaluate := mock.Mock(return_value=score))
     run = MagicMock()
     assert t.hellaswag_score(run) == 0.3 and run.autocast().__enter__.called
-    evaluate.assert_called_once_with(run.state.eval_model, run.hellaswag_questions)
+    evaluate.assert_called_once_with(run.state.eval_model, run.hellaswag_data)
 
 def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
     """A step is saved before it is evaluated, so that no steps are lost if an evaluation fails.
