@@ -475,8 +475,8 @@ def signals_blocked_for_children():
 def own_signals_postponed():
     """Record STOP_SIGNALS that this process receives, and raise them again at the end.
 
-    Blocking them in this thread would not be enough, because the system may deliver them to a
-    thread that a library has started.
+    This needs handlers. A block applies to one thread only, and the system might deliver a signal
+    to a different one, which a library has started.
     """
     arrived, usual_handlers = [], {}
     for number in STOP_SIGNALS:
@@ -623,7 +623,7 @@ def find_finished(cfg, files):
     manifest = folder / "manifest.json"
     if manifest.exists():
         before, shards = read_manifest(manifest)
-        # Files that come after those in settings_of() may have been added or changed
+        # Files that come after those in settings_of() are not compared, so the corpus may grow
         now = settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]

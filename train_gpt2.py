@@ -89,7 +89,7 @@ class Config:
     init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a model or run folder, or a .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for block matrices, AdamW for others
-    max_lr: float = 6e-4            # peak learning rate; in fine-tuning, 0.1 / n_embd if not set
+    max_lr: float = 6e-4            # peak learning rate; for fine-tuning, see FINETUNE
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
@@ -128,7 +128,7 @@ SMALL = dict(
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
 # shape and the encoding. Unless you add max_lr and T here, config_values_of_model() derives them
-# from the size of the model
+# from the model: max_lr is 0.1 / n_embd
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
@@ -457,7 +457,7 @@ def rows_before(cfg, step):
     """Return the total number of rows that the steps before `step` have read.
 
     To let the batch grow during training, edit this function. The script derives the data of each
-    step, the token counts and the curves from it.
+    step, the tokens per second and the curves from it.
     """
     return step * (cfg.total_batch_size // cfg.T)
 
@@ -571,10 +571,10 @@ class State:
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. Any other attribute raises an error before the first
-    step. To change the weights with which a run begins (initial or pretrained ones), or to copy
-    them into an attribute, add a method __post_init__(self) to this class. When a run is resumed,
-    the saved weights and the saved value of the attribute are restored after this method has
-    returned.
+    step. To change the weights with which a run begins, or to copy them into an attribute, add a
+    method __post_init__(self) to this class. When it is called, the model has its initial weights
+    or, with init_from, the pretrained ones. If the run is resumed, the checkpoint is loaded after
+    that, and replaces the weights and the attributes.
 
     raw_model is the GPT without the DDP wrapper. If it is compiled, this is done in place, by
     raw_model.compile(), so raw_model(idx) runs the compiled code.
@@ -721,11 +721,9 @@ def step_optimizers(state, cfg, norm):
     group that was built with a different lr, such as Muon's, follows the same curve, scaled.
     """
     for optimizer in state.optimizers:
-        # group["initial"] holds the hyperparameters that a group was built with. build_state() has
-        # stored them there. For edits: do this now for groups that were added during training
-        ensure_initial_hyperparameters(optimizer)
         for group in optimizer.param_groups:
-            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            initial_lr = initial_values(group)["lr"]
+            group["lr"] = initial_lr * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -752,8 +750,8 @@ def train(run):
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
-            # written if the run can already be resumed from this step. Step 0 of a new model is
-            # such a case, since the seed determines its weights)
+            # written if the run can already be resumed from this step. Step 0 of a run from
+            # scratch is such a case, since the seed determines its weights)
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -848,9 +846,9 @@ def restore_state(state, saved):
     For edits: if the code has changed since `saved` was saved, some values cannot be restored.
     Raise ValueError in two cases:
 
-    - State has an object or a tensor that was not saved. It may be derived from the weights with
-      which the run began, and a resumed run does not have them. (A number that was not saved keeps
-      its initial value.)
+    - State has an object or a tensor that was not saved. It may be a copy of pretrained weights,
+      which are not loaded again when a run is resumed, so its initial value may be wrong. (A number
+      that was not saved keeps its initial value.)
     - A dict was saved, and State has neither a dict nor an object in its place. It is probably the
       state_dict() of an object that the code no longer creates.
     """
@@ -888,36 +886,26 @@ def moved(content, device):
 
 # ---- Checkpoints of optimizers. When a run is resumed, the hyperparameters of optimizer groups
 # come from the code, so that an edit takes effect. But a value that training has changed, such as a
-# step count that an optimizer stores in a group, comes from the checkpoint. To tell them apart, a
-# group also holds the values that it was built with, in its entry "initial". For example:
+# step count that an optimizer stores in a group, comes from the checkpoint. So a checkpoint holds
+# only the values that differ from those that the group was built with (in its entry "initial"):
 #
-#     group in the checkpoint        momentum=0.95, k=700, initial=dict(momentum=0.95, k=0)
-#     group in the (edited) code     momentum=0.8,  k=0,   initial=dict(momentum=0.8, k=0)
-#     group after loading            momentum=0.8,  k=700, initial=dict(momentum=0.8, k=0)
+#     group when the run stops    momentum=0.95, k=700, initial=dict(momentum=0.95, k=0)
+#     group in the checkpoint     k=700
+#     group in the edited code    momentum=0.8, k=0
+#     group of the resumed run    momentum=0.8, k=700
 #
-# Training has changed k, but not momentum. (It also changes lr. But step_optimizers() computes lr
-# anew in each step, from the one in "initial")
-def ensure_initial_hyperparameters(optimizer):
-    """Add the entry "initial" with a copy of the hyperparameters to each group that lacks it."""
-    for group in optimizer.param_groups:
-        if "initial" not in group:
-            group["initial"] = {name: value for name, value in group.items()
-                                if name not in ("params", "param_names")}
+# (Training also changes lr. But step_optimizers() computes it anew in each step, from the lr in
+# "initial")
+def initial_values(group):
+    """Return the hyperparameters that an optimizer group was built with.
 
-def content_of_optimizer(optimizer):
-    """Return the form in which a checkpoint stores an optimizer."""
-    return optimizer.state_dict() | {"class": type(optimizer).__name__}
-
-def load_optimizer(optimizer, content):
-    """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
-    class_name = type(optimizer).__name__
-    if content.get("class", class_name) != class_name:
-        raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
-                         f"{class_name}")
-    groups_of_code = optimizer.state_dict()["param_groups"]
-    groups = [of_code | changed_values(saved)
-              for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
-    optimizer.load_state_dict(content | {"param_groups": groups})
+    The first call, at the start of a run, stores them in group["initial"]. For edits: if a group is
+    added during training, the first call comes in the next step.
+    """
+    if "initial" not in group:
+        group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                            if name not in ("params", "param_names")}
+    return group["initial"]
 
 def changed_values(group):
     """Return the entries of an optimizer group that differ from those in group["initial"].
@@ -930,6 +918,23 @@ def changed_values(group):
         if name != "initial" and not is_unchanged:
             changed[name] = value
     return changed
+
+def content_of_optimizer(optimizer):
+    """Return the form in which a checkpoint stores an optimizer."""
+    content = optimizer.state_dict()
+    groups = [changed_values(group) for group in content["param_groups"]]
+    return content | {"param_groups": groups, "class": type(optimizer).__name__}
+
+def load_optimizer(optimizer, content):
+    """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
+    class_name = type(optimizer).__name__
+    if content.get("class", class_name) != class_name:
+        raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
+                         f"{class_name}")
+    groups_of_code = optimizer.state_dict()["param_groups"]
+    groups = [of_code | saved
+              for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
+    optimizer.load_state_dict(content | {"param_groups": groups})
 
 # ---- Reading a run's folder. Files may be damaged. Only plain values are loaded, because loading
 # arbitrary Python objects could run code
@@ -974,16 +979,16 @@ def newest_checkpoint(folder):
 def checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    Normally this is the newest checkpoint. But if an earlier checkpoint has a lower validation loss
-    than the latest one that was validated (overfitting), it is the one with the lowest loss. Skip
-    damaged checkpoints. Return None if there is no checkpoint.
+    Normally this is the newest checkpoint. But if the validation loss has risen again, so that the
+    last checkpoint that was validated does not have the lowest loss (overfitting), return the one
+    with the lowest loss. Skip damaged checkpoints. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)
     # The validation losses of the steps that have a checkpoint
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
     best_step = min(losses, key=losses.get, default=None)
-    last_step = max(losses, default=None)
-    if best_step != last_step:  # the loss has risen again
+    last_validated_step = max(losses, default=None)
+    if best_step != last_validated_step:  # the loss has risen again
         path = found[best_step]
         try:
             read_checkpoint(path)  # raises UserError if it is damaged
@@ -1016,11 +1021,8 @@ def in_todays_form(content):
     if "state" not in content:
         content = move_into_state(content)
     for optimizer in content["state"].get("optimizers", []):
-        for group in optimizer["param_groups"]:
-            # Until 25 November 2026, "initial" had one of these names. (Checkpoints from before 24
-            # November lack it. All values of their groups are restored)
-            for name in group.keys() & {"in_code", "as_built"}:
-                group["initial"] = group.pop(name)
+        optimizer["param_groups"] = [leave_out_unchanged(group)
+                                     for group in optimizer["param_groups"]]
     return content
 
 def rename_entries(content):
@@ -1048,6 +1050,19 @@ def move_into_state(content):
     others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
     state = {name: value for name, value in content.items() if name not in others}
     return {name: content[name] for name in others if name in content} | {"state": state}
+
+def leave_out_unchanged(group):
+    """Return an optimizer group with only those values that training has changed.
+
+    Until 25 November 2026, a checkpoint contained whole groups, with their initial values in
+    "in_code" or "as_built". (Until 23 November, it did not contain the initial values. So all
+    values of such a checkpoint are restored.)
+    """
+    for name in ("in_code", "as_built"):
+        if name in group:
+            values = {key: value for key, value in group.items() if key != name}
+            return changed_values(values | {"initial": group[name]})
+    return group
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1186,7 +1201,7 @@ def check_same_function(ours, hf_model, end_of_text):
 class ModelInfo:
     """The constants of a model that was trained before, and where its weights are."""
     source: str           # the file, folder or hub name of the weights
-    gpt_config: dict      # the GPTConfig of the model, as a dict
+    gpt_config: dict      # the known constants of its GPTConfig, as a dict
     encoding: str | None  # name of the encoding, or None if it is unknown
 
 @dataclass
@@ -1208,7 +1223,9 @@ def read_weights(name):
         return weights_in_checkpoint(read_checkpoint(path), str(path))
     model = load_hugging_face(name)
     encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)  # 256 bytes + <|endoftext|>
-    info = ModelInfo(name, asdict(model.config), encoding)
+    # For edits: a constant that you have added to GPTConfig is unknown to transformers
+    known = ("block_size", "n_vocab", "vocab_size", "n_layer", "n_head", "n_embd")
+    info = ModelInfo(name, {key: getattr(model.config, key) for key in known}, encoding)
     return Weights(info, model.state_dict(), code=None)
 
 def weights_in_checkpoint(content, source):
@@ -1292,16 +1309,16 @@ def main():
 class Origin:
     """What a command loads, and what determines the shape of its model. There are five cases:
 
-    command                     loads         the model is determined by
-    --sample                    weights       the weights
-    new run from scratch        nothing       Config
-    resumed run from scratch    checkpoint    Config (check_same_training() compares the two)
-    new run with init_from      weights       the weights
-    resumed run with init_from  checkpoint    the checkpoint
+    command                                  loads         the model is determined by
+    --sample                                 weights       the weights
+    new run from scratch                     nothing       Config
+    resumed run that began from scratch      checkpoint    Config (which must not have changed)
+    new run with init_from                   weights       the weights
+    resumed run that began with init_from    checkpoint    the checkpoint
     """
     weights: Weights | None = None
     checkpoint: dict | None = None   # as returned by read_checkpoint()
-    info: ModelInfo | None = None    # the constants of the model, or None if Config determines it
+    info: ModelInfo | None = None    # describes the model, unless Config determines it (then None)
 
 def run_command(flags):
     """Train, or print samples. flags: {name: text} of the flags that were given."""
@@ -1328,14 +1345,14 @@ def resolve_config(flags, device=torch.device("cpu")):
     2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
        on a text file
     3. the flags, {name: text}
-    4. the model of the weights, if the command starts from weights (see Origin): it sets the
+    4. the ModelInfo, if weights or a checkpoint determine the model (see Origin): it sets the
        model's shape and the encoding, and a flag that contradicts it raises UserError. With
        FINETUNE, it also sets max_lr and T, unless FINETUNE or a flag sets these
 
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, final_max_steps() computes it once the data have been opened.
     """
-    if "max_steps" in flags:  # `epochs` and `minutes` in Config or a preset must not replace it
+    if "max_steps" in flags:  # only flags may replace it by `epochs` or `minutes`
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
@@ -1344,16 +1361,15 @@ def resolve_config(flags, device=torch.device("cpu")):
     origin, model_line = find_origin(cfg, device), ""
     if origin.info:
         values = config_values_of_model(origin.info, preset_name, flags)
-        check_flags_against_model(flags, values, origin.info.source)
+        check_flags_against_model(flags, cfg, values, origin.info.source)
         model_line = "\n" + describe_model(origin.info.source, values, cfg_before=cfg)
         cfg = replace(cfg, **values)
-    if origin.weights and is_of_other_code(origin.weights.code):
-        model_line += ". It was written by different code"
-    lines = f"{note}{describe_preset(preset_name, cfg)}{model_line}"
     if not cfg.sample:
+        if origin.weights and is_of_other_code(origin.weights.code):
+            model_line += ". It was written by different code"
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, origin, lines
+    return cfg, origin, f"{note}{describe_preset(preset_name, cfg)}{model_line}"
 
 def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
@@ -1425,13 +1441,13 @@ def config_values_of_model(info, preset_name, flags):
                    if name not in FINETUNE and name not in flags}
     return values
 
-def check_flags_against_model(flags, values, source):
+def check_flags_against_model(flags, cfg, values, source):
     """Raise UserError for a flag that contradicts a value that config_values_of_model() returned.
 
-    source: where the weights are from.
+    cfg: the Config with the values of the flags. source: where the weights are from.
     """
     for name in flags.keys() & values.keys():
-        if flags[name] != str(values[name]):
+        if getattr(cfg, name) != values[name]:
             raise UserError(f"{name} is {values[name]} in the weights {source}: leave out "
                             f"--{name}.")
 
@@ -1868,8 +1884,9 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        continues: whether a run is resumed. If not, log_dir may still hold files of an earlier run,
-        which has left no checkpoint, since otherwise it would be resumed. Rename these files.
+        continues: whether a run is resumed. If not, log_dir may still hold the log and the export
+        of an earlier run, which has left no checkpoint (otherwise it would be resumed). Rename
+        them. If a finished run is trained further, rename its export.
         """
         if rank() != 0:
             return
@@ -1963,15 +1980,15 @@ class RunFolder:
         the one with the lowest validation loss.
         """
         found = find_checkpoints(self.path)  # {step: path}
-        older = [number for number in found if number < step]  # steps, the newest first
-        losses = {number: loss for number, loss in read_metrics(self.path)["val"]
-                  if number in found}
+        older = [other_step for other_step in found if other_step < step]  # steps, the newest first
+        losses = {other_step: loss for other_step, loss in read_metrics(self.path)["val"]
+                  if other_step in found}
         keep = {*older[:1], min(losses, key=losses.get, default=None)}
         every = self.cfg.keep_every
-        keep |= {number for number in older if every and number % every == 0}
-        for number in set(older) - keep:
+        keep |= {other_step for other_step in older if every and other_step % every == 0}
+        for other_step in set(older) - keep:
             with contextlib.suppress(OSError):
-                found[number].unlink()
+                found[other_step].unlink()
 
     def plot(self):
         """Plot in the background if matplotlib is installed. Cancel a plot that is still queued."""
@@ -2140,7 +2157,8 @@ def build_state(raw_model, cfg, dtype):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
     for optimizer in state.optimizers:
-        ensure_initial_hyperparameters(optimizer)
+        for group in optimizer.param_groups:
+            initial_values(group)  # stores them
     check_can_be_saved(state.state_dict())
     return state
 

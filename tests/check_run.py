@@ -85,7 +85,7 @@ def train_and_report(t, train, run, job):
         report["notes"] = (
             notes_about_schedules(t, run.cfg) + noted(notes_about_longer_runs, t, run.cfg)
             + noted(notes_about_epochs, t, run)
-            + noted(notes_about_muon, run.state) + notes_about_code(inspect.getsource(t)))
+            + noted(notes_about_muon, run.state) + noted(notes_about_code, inspect.getsource(t)))
     else:
         train(run)
     report["tokens"] = getattr(run.state, "tokens", 0)
@@ -99,7 +99,8 @@ def train_and_report(t, train, run, job):
         with torch.no_grad(), run.autocast():
             found = examine(run, tolerance=job["examine"])
         report["embedded"] = embedded
-        notes = report["notes"] + found["notes"] + noted(notes_about_modes, t, run, found["modes"])
+        modes = noted(notes_about_modes, t, run, found["modes"], report["draws"])
+        notes = report["notes"] + found["notes"] + modes
         report |= found | {"notes": notes}
     report["state_differs"] = differs_between_processes(run.state)
     if os.environ.get("RANK", "0") == "0":
@@ -136,7 +137,7 @@ def watch_forward_passes(run, report):
         states.append((get_state(), torch.initial_seed()))
         if torch.is_grad_enabled() and len(rows) < MOST_ROWS and args:
             with contextlib.suppress(Exception):  # an edit may have other inputs
-                rows.extend(args[0][:16].cpu().numpy())
+                rows.extend(row for row in args[0][:16].cpu().numpy() if row.ndim == 1)
                 report["shifted"].append(share_of_shifted_rows(*args))
                 new, looked_up = report["new_targets"]
                 more_new, more = rows_of_new_targets(loader, *args)
@@ -455,7 +456,7 @@ def notes_about_muon(state):
             notes += [f"Muon treats {name}, {tuple(p.shape)}, as one matrix, which leads to a "
                       "higher loss. Use separate layers for query, key and value."
                       for name, p in zip(names, group["params"])
-                      if "c_attn" in name and p.size(0) != 3 * p.size(1)]
+                      if name.endswith("c_attn.weight") and p.size(0) != 3 * p.size(1)]
     return notes[:1]
 
 def notes_about_longer_runs(t, cfg):
@@ -712,10 +713,10 @@ def notes_about_groups(optimizers):
     return list(dict.fromkeys(notes))[:4]
 
 def is_far(before, after):
-    """Return whether two numbers differ by more than a factor of ten. 0 is not far from any."""
-    if not all(isinstance(value, (int, float)) and value for value in (before, after)):
+    """Return whether two floats of the same sign differ by more than a factor of ten."""
+    if not isinstance(before, float) or not isinstance(after, float) or before * after <= 0:
         return False
-    return not 0.1 <= abs(after / before) <= 10
+    return not 0.1 <= after / before <= 10
 
 def notes_about_copies(state):
     """Return notes on attributes of State that hold the weights of raw_model, and not a copy."""
@@ -909,15 +910,16 @@ def notes_about_rotation(model, x):
         hook.remove()
     if not watch.attention or (inputs[0] - inputs[0][:, :1]).abs().max() > 1e-6:
         return []
-    q, k = watch.attention[0]
-    products = q.double() @ k.double().mT  # (1, heads, T, T)
+    # A factor per position, such as a temperature that grows with it, is left out
+    q, k = (torch.nn.functional.normalize(x.double(), dim=-1) for x in watch.attention[0])
+    products = q @ k.mT  # (1, heads, T, T)
     # A convolution or a shift may change the first tokens of a row
     products = products[..., x.size(1) // 4:, x.size(1) // 4:]
     change = (products[..., 1:, 1:] - products[..., :-1, :-1]).abs().max()
     if not change > 1e-2 * products.abs().max():
         return []
-    return ["the products of queries and keys of the same token depend on more than the distance "
-            "between their positions. If this should be rotary position embedding, check that the "
+    return ["the angles between queries and keys of the same token depend on more than their "
+            "distance. If this should be rotary position embedding, check that the "
             "angles and the pairs of dimensions have the same layout, and that queries and keys "
             "are rotated alike."]
 
@@ -993,11 +995,11 @@ def notes_about_targets(model, x, y):
             "target. If roll() shifts the targets, leave out those that it moves from one end of "
             "the row to the other."]
 
-def notes_about_modes(t, run, gap):
+def notes_about_modes(t, run, gap, draws_random):
     """Return a note if the model adds less to the residual stream in training than in eval mode.
 
-    gap: by how much the logits of the two modes differ. If the model draws random numbers, as in
-    stochastic depth, the mean of many draws is compared.
+    gap: by how much the logits of the two modes differ. draws_random: whether the model draws
+    random numbers in training, as in stochastic depth. Then the mean of many draws is compared.
     """
     if not gap or getattr(run.cfg, "dropout", 0):
         return []
@@ -1017,7 +1019,7 @@ def notes_about_modes(t, run, gap):
         in_eval = added(0)
         model.train()
         draws = [added(seed) for seed in range(200)]
-        if all(torch.equal(draw, draws[0]) for draw in draws):
+        if not draws_random and all(torch.equal(draw, draws[0]) for draw in draws):
             return [f"logits in training mode and in eval mode differ by up to {gap:.2g}, although "
                     "the model draws no random numbers. Validation, samples and the export use the "
                     "model in eval mode."]
@@ -1165,7 +1167,7 @@ def examine(run, tolerance):
         report["later"] = (leak_problem(model, x, tolerance / 10)
                            or length_problem(model, x, tolerance))
         if tolerance < 1e-3:  # 16-bit rounding can hide a small influence
-            report["notes"] = notes_about_context(model, x)
+            report["notes"] = noted(notes_about_context, model, x)
     except Exception as e:
         report["later"] = f"{type(e).__name__}: {e}"
     report["val_data"] = validation_data(run)

@@ -278,7 +278,8 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
         embeddings, *others = model.parameters()
         groups = [dict(params=others), dict(params=[embeddings], lr=cfg.max_lr / 100)]
         optimizers = [torch.optim.SGD(groups, lr=cfg.max_lr)]
-        t.ensure_initial_hyperparameters(optimizers[0])  # as build_state() does
+        for group in optimizers[0].param_groups:
+            t.initial_values(group)  # as build_state() does
         return t.State(model, optimizers, scaler)
     cfg = t.Config(T=32, B=4, total_batch_size=128)
     run = stub_run(small(), cfg, ids(T=33))
@@ -299,6 +300,18 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
     group = run.state.optimizers[0].param_groups[0]
     assert group["lr"] == pytest.approx(2 * t.get_lr(4, cfg))
 
+def test_values_of_groups_may_be_of_any_type_unless_training_changes_them():
+    """A checkpoint need not store a dtype that the code gives a group. It stores a changed list."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    group, = optimizer.param_groups
+    group["compute"], group["seen"] = torch.bfloat16, []
+    for group in optimizer.param_groups:
+        t.initial_values(group)
+    group["seen"].append(3)
+    content = t.content_of_optimizer(optimizer)
+    assert content["param_groups"] == [{"params": [0], "seen": [3]}]
+    assert t.unsavable_part(content) is None
+
 def muon_state(saved=None, **in_group):
     """Return the State of a small model with Muon, restored from `saved` if it is given.
 
@@ -307,7 +320,8 @@ def muon_state(saved=None, **in_group):
     optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
     optimizers[1].param_groups[0].update(in_group)
     for optimizer in optimizers:
-        t.ensure_initial_hyperparameters(optimizer)  # as build_state() does
+        for group in optimizer.param_groups:
+            t.initial_values(group)  # as build_state() does
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
     if saved:
         state.load_state_dict(saved)
@@ -356,6 +370,24 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     monkeypatch.setattr(t, "GPTConfig", plain)
     info = t.ModelInfo("x", {"n_layer": 2}, "bytes")
     assert t.gpt_config_of_run(t.Config(), t.get_encoding("bytes"), info).n_layer == 2
+
+def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
+    """A flag that is written differently, but has the same value, does not contradict weights."""
+    for name, default in (("GPTConfig", 4.0), ("Config", 3.0)):
+        fields = [(f.name, f.type, f.default) for f in dataclasses.fields(getattr(t, name))]
+        monkeypatch.setattr(t, name, dataclasses.make_dataclass(
+            name, [*fields, ("width", float, default)], frozen=name == "Config"))
+    known = {"block_size": 16, "n_vocab": 257, "vocab_size": 384, "n_layer": 1, "n_head": 2,
+             "n_embd": 16}
+    flags = {"data": str(write_text(tmp_path)), "init_from": "w", "width": "30"}
+    for constants, width in ((known, 30.0), (known | {"width": 30.0}, 30.0)):
+        weights = t.Weights(t.ModelInfo("w", constants, "bytes"), {}, code=None)
+        monkeypatch.setattr(t, "read_weights", lambda name: weights)
+        cfg, origin, _ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
+        made = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), origin.info)
+        assert cfg.width == made.width == width
+    with pytest.raises(t.UserError, match="width is 30.0 in the weights w: leave out --width"):
+        t.resolve_config(flags | {"log_dir": str(tmp_path / "log"), "width": "31"})
 
 def average_and_running_mean(arrange, attribute):
     """Add attributes to State: torch's average of weights, a mean, a minimum and a history."""
@@ -412,16 +444,20 @@ def test_an_attribute_that_cannot_be_saved_is_reported_before_the_first_step(fol
     with pytest.raises(t.UserError, match="State.slow holds an object of type Parameter"):
         t.check_can_be_saved({"slow": {weight: weight}})  # as a key, which torch would not load
 
-def optimizers_of(content, change):
-    """Return a copy of a checkpoint's optimizers in which change() was applied to each group."""
-    optimizers = copy.deepcopy(content["state"]["optimizers"])
-    for optimizer in optimizers:
-        optimizer["param_groups"] = [change(group) for group in optimizer["param_groups"]]
-    return optimizers
+def with_whole_groups(content, name=None):
+    """Return a checkpoint's optimizers with all values in their groups, as earlier versions did.
 
-def with_name(name):
-    """Return a function that renames the entry "initial" of a group."""
-    return lambda group: {name if key == "initial" else key: value for key, value in group.items()}
+    name: the key under which each group also holds its initial values.
+    """
+    model = t.GPT(t.GPTConfig(**content["gpt_config"]))
+    built = t.configure_optimizers(model, t.Config(**content["constants"]))
+    optimizers = copy.deepcopy(content["state"]["optimizers"])
+    for saved, optimizer in zip(optimizers, built, strict=True):
+        for i, initial in enumerate(optimizer.state_dict()["param_groups"]):
+            assert "initial" not in initial
+            changed = saved["param_groups"][i]
+            saved["param_groups"][i] = initial | changed | ({name: initial} if name else {})
+    return optimizers
 
 def until_november_23(content):
     """Return a checkpoint's content in the form that the script wrote until 2026-11-23."""
@@ -430,28 +466,21 @@ def until_november_23(content):
     old |= {"step": state["step"], "scaler": state["scaler"]}
     old["numbers"] = {"step": state["step"], "minutes": state["minutes"]}
     old["model"], old["trained"] = content["eval_model"], state["raw_model"]
-    old["optimizers"] = optimizers_of(
-        content, lambda group: {key: value for key, value in group.items() if key != "initial"})
+    old["optimizers"] = with_whole_groups(content)
     old["optimizer_names"] = [optimizer.pop("class") for optimizer in old["optimizers"]]
     return old
 
 def on_november_24(content):
     """Return a checkpoint's content in the first form that the script wrote on 2026-11-24."""
     flat = {name: value for name, value in content.items() if name != "state"} | content["state"]
-    return flat | {"optimizers": optimizers_of(content, with_name("as_built"))}
+    return flat | {"optimizers": with_whole_groups(content, "as_built")}
 
 def at_the_end_of_november_24(content):
     """Return a checkpoint's content in the last form that the script wrote on 2026-11-24."""
-    state = content["state"] | {"optimizers": optimizers_of(content, with_name("in_code"))}
+    state = content["state"] | {"optimizers": with_whole_groups(content, "in_code")}
     return content | {"state": state}
 
-def on_november_25(content):
-    """Return a checkpoint's content in the first form that the script wrote on 2026-11-25."""
-    state = content["state"] | {"optimizers": optimizers_of(content, t.changed_values)}
-    return content | {"state": state}
-
-@pytest.mark.parametrize("earlier", [
-    until_november_23, on_november_24, at_the_end_of_november_24, on_november_25])
+@pytest.mark.parametrize("earlier", [until_november_23, on_november_24, at_the_end_of_november_24])
 def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
     """A run continues from a checkpoint with the former names of entries."""
     copied = folder / earlier.__name__

@@ -418,7 +418,8 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     initial = {name: (list(p.shape), check_run.crc_of(p)) for name, p in model.named_parameters()}
     adamw = torch.optim.AdamW([dict(params=[model.weight, model.decayed], weight_decay=0.1),
                                dict(params=[model.unused], weight_decay=0.0)])
-    train_gpt2.ensure_initial_hyperparameters(adamw)
+    for group in adamw.param_groups:
+        train_gpt2.initial_values(group)
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, eval_model=model, optimizers=[adamw], step=0,
         state_dict=lambda: {"raw_model": model.state_dict(), "mean": [torch.ones(2)]}))
@@ -1053,6 +1054,8 @@ def one_layer(positions="learned"):
         bias = None
         if positions.startswith("RoPE"):
             q, k = rotated(q), rotated(k)
+            if positions.endswith("temperature"):
+                q = q * (position[:, None] + 2).log()
         elif positions != "none":
             distance = position[:, None] - position
             bias = (0.1 if positions == "ALiBi with a wrong sign" else -0.1) * distance
@@ -1064,7 +1067,8 @@ def one_layer(positions="learned"):
 
 @pytest.mark.usefixtures("is_gpt2")
 @pytest.mark.parametrize("positions, number", [
-    ("learned", 0), ("RoPE", 0), ("ALiBi", 0), ("none", 1), ("RoPE with two layouts", 3),
+    ("learned", 0), ("RoPE", 0), ("RoPE and a temperature", 0), ("ALiBi", 0), ("none", 1),
+    ("RoPE with two layouts", 3),
     ("ALiBi with a wrong sign", 2)])
 def test_wrong_positions_are_noted(positions, number, tokens):
     """Each kind of mistake has a note of its own, and right positions have none."""
@@ -1110,13 +1114,13 @@ def test_branches_that_are_dropped_without_scaling_are_noted(tokens):
         device=torch.device("cpu"), cfg=train_gpt2.Config(),
         val_loader=mock.Mock(batch=lambda *args: (tokens, tokens)))
     with mock.patch.object(train_gpt2, "Block", Block):
-        assert check_run.notes_about_modes(train_gpt2, run, gap=0.0) == []
-        note, = check_run.notes_about_modes(train_gpt2, run, gap=1.0)
+        assert check_run.notes_about_modes(train_gpt2, run, 0.0, True) == []
+        note, = check_run.notes_about_modes(train_gpt2, run, 1.0, True)
         assert note.startswith("in training mode, the blocks of a new model add on average only ")
         Block.factor = 1 / 0.9
-        assert check_run.notes_about_modes(train_gpt2, run, gap=1.0) == []
+        assert check_run.notes_about_modes(train_gpt2, run, 1.0, True) == []
         Block.keep, Block.factor = 1.0, 0.5
-        note, = check_run.notes_about_modes(train_gpt2, run, gap=1.0)
+        note, = check_run.notes_about_modes(train_gpt2, run, 1.0, False)
     assert "differ by up to 1, although the model draws no random numbers" in note
 
 def test_epochs_in_the_same_order_are_noted():
@@ -1132,11 +1136,13 @@ def test_epochs_in_the_same_order_are_noted():
     assert check_run.notes_about_epochs(train_gpt2, run) == []
 
 def test_c_attn_that_muon_does_not_split_is_noted():
-    def notes(rows):
+    """A smaller matrix that is added to c_attn gives no note."""
+    def notes(rows, name="h.0.attn.c_attn.weight"):
         weight = torch.nn.Parameter(torch.ones(rows, 4))
-        muon = train_gpt2.Muon([("h.0.attn.c_attn.weight", weight)], lr=0.1)
+        muon = train_gpt2.Muon([(name, weight)], lr=0.1)
         return check_run.notes_about_muon(types.SimpleNamespace(optimizers=[muon]))
     assert notes(12) == []
+    assert notes(8, "h.0.attn.c_attn.lora_a") == []
     note, = notes(8)
     assert note.startswith("Muon treats h.0.attn.c_attn.weight, (8, 4), as one matrix")
 
@@ -1166,7 +1172,8 @@ def test_learning_rates_that_differ_from_the_schedule_by_a_factor_are_noted():
     """A factor that changes from step to step gives no note."""
     cfg = train_gpt2.Config()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=cfg.max_lr)
-    train_gpt2.ensure_initial_hyperparameters(optimizer)
+    for group in optimizer.param_groups:
+        train_gpt2.initial_values(group)
     group, = optimizer.param_groups
     for factors, n in (((1.0, 1.0), 0), ((0.5, 0.5), 1), ((0.9, 0.81), 0)):
         run = types.SimpleNamespace(cfg=cfg, state=types.SimpleNamespace(
@@ -1180,8 +1187,9 @@ def test_learning_rates_that_differ_from_the_schedule_by_a_factor_are_noted():
     assert found == {"group 0 of SGD": {0.9, 0.81}}
     # An edit may have given get_lr() another argument
     with mock.patch.object(train_gpt2, "get_lr", lambda step, cfg, group: 1.0):
-        assert check_run.watch_learning_rates(train_gpt2, run) == {}
+        found = check_run.watch_learning_rates(train_gpt2, run)
         optimizer.step()
+    assert found == {}
 
 def test_parameters_that_are_one_object_are_noted():
     """The tied embedding of GPT-2 is one object on purpose."""
