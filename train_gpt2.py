@@ -1,7 +1,7 @@
 """Train GPT-2 from scratch, in one file, on a CPU or on many GPUs.
 
     python train_gpt2.py    # if no shards exist: train a small GPT on input.txt
-    python fineweb.py       # tokenize FineWeb-Edu into shards in edu_fineweb10B/
+    python fineweb.py       # write shards of FineWeb-Edu to edu_fineweb10B/
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
     tail -f log/log.txt      # lines of the form "<step> <metric> <value>"
 
@@ -88,7 +88,7 @@ class Config:
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a model or run folder, or a .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for block matrices, AdamW for others
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
     max_lr: float = 6e-4            # peak learning rate; for fine-tuning, see FINETUNE
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
