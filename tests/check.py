@@ -159,6 +159,7 @@ class Finished:
     checkpoint: Path   # the last one
     report: dict       # see train_and_report()
     seconds: float
+    warnings: list     # that Python printed
 
 class Laboratory:
     """A temporary folder and the runs in it, at most `workers` at a time."""
@@ -220,7 +221,7 @@ class Laboratory:
             for path in checkpoints:
                 path.unlink()  # it is not needed, and may be large
         return Finished(log=read_log(log_dir / "log.txt"), seconds=seconds,
-                        checkpoint=max(checkpoints, default=None),
+                        checkpoint=max(checkpoints, default=None), warnings=warnings_of(folder),
                         report=json.loads(report.read_text()) if report.exists() else {})
 
     def status_of(self, command, log, patience):
@@ -263,6 +264,11 @@ def error_of(folder, status):
         return "\n".join([*places_in_scripts(found[0])[-1:], found[1][:300]])
     abort = re.search(r"^ *what\(\): +(.+)", text, re.M)  # by a C++ library, such as gloo
     return abort[1][:300] if abort else f"The process ended with status {status}."
+
+def warnings_of(folder):
+    """Return the Python warnings that a run has printed, without repetitions."""
+    text = "\n".join(path.read_text(errors="replace") for path in folder.glob("err_*.txt"))
+    return list(dict.fromkeys(re.findall(r"^\S+\.py:\d+: (\w*Warning: .+)", text, re.M)))
 
 # ---- Comparing logs
 def read_log(path):
@@ -643,6 +649,10 @@ class Check:
         if both["equal_val_rows"] > 0.2 * both["val_rows"]:
             return broken("the validation data is part of the training data",
                           f"{both['equal_val_rows']} of {both['val_rows']} validation rows are.")
+        if both["only_val_rows"]:
+            return broken("training rows are part of the validation data",
+                          f"{both['only_val_rows']} of {both['rows']} training rows are, and they "
+                          "are not part of the training data.")
         if not both["rows"]:
             raise Unchecked(f"rows of less than {SHORTEST_ROW} tokens may be equal by chance")
         if both["equal_rows"] > 0.05 * both["rows"]:
@@ -703,6 +713,7 @@ class Check:
             notes.append(f"this changed during training and is not saved: {changed}. If later "
                          "steps depend on it, make it an attribute of State.")
         notes += self.notes_about_progress() + self.notes_about_processes()
+        notes += self.notes_about_warnings()
         return notes + self.notes_about_metrics() + notes_about_constants(self.base.log)
 
     def notes_about_progress(self):
@@ -720,6 +731,15 @@ class Check:
         return [f"after {self.plan.options.steps} steps, val is {last:.2f}, and {without:.2f} "
                 f"without the edit (before the first step, {first:.2f}). If the edit is not meant "
                 "to slow down training, check signs and factors."]
+
+    def notes_about_warnings(self):
+        """Return the warnings that only the edited version prints."""
+        try:
+            before = self.committed().warnings
+        except Unchecked:  # without a comparison, a warning may come from the installation
+            return []
+        return [f"Python prints a warning: {warning[:300]}" for warning in self.base.warnings
+                if warning not in before]
 
     def notes_about_processes(self):
         """Return a note if processes have different values in State."""

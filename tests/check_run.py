@@ -185,8 +185,10 @@ def training_and_validation(t, run, loader, rows):
     """Return what training and the validation with a loader have in common.
 
     {"files": names of shards in both, "rows": the number of training rows that were compared,
-    "equal_rows": how many of them are part of the validation data, "val_rows" and "equal_val_rows":
-    the same for validation rows and the training data}. rows: arrays (T,) of token ids.
+    "equal_rows": how many of them are part of the validation data, "only_val_rows": how many of
+    these are not part of the training data (0 if this is a large corpus), "val_rows" and
+    "equal_val_rows": how many validation rows were compared with the training data, and are part of
+    it}. rows: arrays (T,) of token ids.
     """
     def paths(loader):
         return {str(shard) for shard in loader.shards if isinstance(shard, Path)}
@@ -203,7 +205,11 @@ def training_and_validation(t, run, loader, rows):
         val_rows = [validation[start:start + length] for start in starts]
     except Exception:  # an edit may have changed the loaders
         rows = []
+    shards = getattr(run.train_loader, "shards", ())
+    is_whole = len(shards) == 1 and 0 < len(training) < MOST_TOKENS
+    foreign = [row for row in rows if is_whole and not count_parts([row], training)]
     return {"files": files, "rows": len(rows), "equal_rows": count_parts(rows, validation),
+            "only_val_rows": count_parts(foreign, validation),
             "val_rows": len(val_rows), "equal_val_rows": count_parts(val_rows, training)}
 
 def count_parts(rows, tokens):
@@ -263,6 +269,7 @@ class Watched:
             *noted(notes_about_attributes, model, report["changed"]),
             *noted(notes_about_groups, state.optimizers),
             *noted(notes_about_copies, state),
+            *noted(notes_about_zero_attributes, state),
             *noted(notes_about_average, state, self.samples),
             *self.between,
             *noted(notes_about_buffers, state, self.buffers),
@@ -272,6 +279,7 @@ class Watched:
             *noted(notes_about_shifts, report["shifted"]),
             *noted(notes_about_new_targets, *report["new_targets"]),
             *noted(notes_about_positions, t, run),
+            *noted(notes_about_auxiliary_gradients, run, self.nonzero),
             *noted(notes_about_near_copies, t, run)]
         for loader in self.loaders:
             if loader is not run.val_loader:
@@ -727,6 +735,14 @@ def notes_about_copies(state):
             if name not in ("raw_model", "optimizers", "scaler")
             and any(part.data_ptr() in weights for _, part in tensors_of(content))]
 
+def notes_about_zero_attributes(state):
+    """Return notes on attributes of State whose tensors are all 0 at the end of training."""
+    tensors = {name: [tensor for _, tensor in tensors_of(content)]
+               for name, content in state.state_dict().items()
+               if name not in ("raw_model", "optimizers", "scaler")}
+    return [f"all elements of State.{name} are 0 at the end of training. Check that it is updated."
+            for name, parts in tensors.items() if parts and not any(part.any() for part in parts)]
+
 def integers_of(state):
     """Return {name: value} of the integers in State that an edit has added."""
     return {name: value for name, value in vars(state).items()
@@ -923,6 +939,33 @@ def notes_about_rotation(model, x):
             "angles and the pairs of dimensions have the same layout, and that queries and keys "
             "are rotated alike."]
 
+def notes_about_auxiliary_gradients(run, nonzero):
+    """Return a note on layers that eval mode uses, but that only additional losses train.
+
+    For example, the router of a mixture of experts, if its output only selects experts.
+    nonzero: see watch_gradients().
+    """
+    model, used = run.state.raw_model, set()
+    x, y = run.val_loader.batch(0, 2, run.device)
+    hooks = [module.register_forward_hook(lambda module, *args: used.add(module))
+             for module in model.modules() if not list(module.children())]
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    try:
+        loss = model(x, y)[1]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
+    of_used = {id(p) for module in used for p in module.parameters()}
+    names = [name for (name, p), gradient in zip(parameters.items(), gradients)
+             if gradient is None and name in nonzero and id(p) in of_used]
+    if not names:
+        return []
+    return [f"{', '.join(names[:4])} got gradients in training, but the loss in eval mode has no "
+            f"gradient for them, although it uses their layers ({len(names)} parameters). So only "
+            "additional terms train them. A router, for example, also learns from the loss if the "
+            "output of each expert is multiplied by its gate."]
+
 def notes_about_shifts(shares):
     """Return a note if rows of training have targets that are not the next tokens.
 
@@ -945,10 +988,14 @@ def notes_about_clipping(state, clipped):
 
 def notes_about_validation(both):
     """Return a note if validation reads training data. both: from training_and_validation()."""
-    if both["equal_rows"] <= 0.05 * both["rows"]:
-        return []
-    return ["validation_loss() also reads data on which the model is trained: "
-            f"{both['equal_rows']} of {both['rows']} training rows are part of it."]
+    if both["equal_val_rows"] > 0.2 * both["val_rows"]:
+        return [f"validation_loss() also reads data on which the model is trained: "
+                f"{both['equal_val_rows']} of {both['val_rows']} rows of it are part of the "
+                "training data."]
+    if both["equal_rows"] > 0.05 * both["rows"]:
+        return ["validation_loss() also reads data on which the model is trained: "
+                f"{both['equal_rows']} of {both['rows']} training rows are part of it."]
+    return []
 
 @contextlib.contextmanager
 def buffers_restored(model):
@@ -1054,6 +1101,8 @@ class WatchDimensions(torch.overrides.TorchFunctionMode):
         x = args[0] if args else None
         if name == "scaled_dot_product_attention" and len(args) > 1:
             self.found |= dict.fromkeys(notes_about_attention(*args[:2], kwargs.get("scale")))
+            is_causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
+            self.found |= dict.fromkeys(notes_about_causal_mask(*args[:2], is_causal))
             self.attention.append((args[0].detach(), args[1].detach()))
         if name in self.DEFAULTS and torch.is_tensor(x) and x.dim() > 1:
             position = 2 if name == "normalize" else 1  # of dim, in args
@@ -1079,6 +1128,14 @@ def notes_about_attention(q, k, scale):
     return [f"queries and keys are normalized, and their products are at most {largest:.2g} after "
             "scaling. So attention is almost uniform. Give scaled_dot_product_attention() a "
             "larger scale."]
+
+def notes_about_causal_mask(q, k, is_causal):
+    """Return a note if is_causal does not let each token attend to itself. q, k: (..., T, dim)."""
+    if not is_causal or k.size(-2) <= q.size(-2):
+        return []
+    return [f"scaled_dot_product_attention() gets is_causal=True with {q.size(-2)} queries and "
+            f"{k.size(-2)} keys. Query i then attends to the first i + 1 keys, so keys that are "
+            "added in front hide the token itself. Give attn_mask instead."]
 
 def notes_about_dimensions(model, x, y):
     """Return notes on softmax() and so on over unusual dimensions, and on attention."""

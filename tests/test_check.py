@@ -248,12 +248,13 @@ def test_which_runs_are_planned(monkeypatch):
     assert "two cores" in plan().no_processes
     assert "GPUs" in plan(words=["--device=cuda:1"], device="cuda").no_processes
 
-BOTH = {"files": [], "rows": 40, "equal_rows": 2, "val_rows": 50, "equal_val_rows": 10}
+BOTH = {"files": [], "rows": 40, "equal_rows": 2, "only_val_rows": 0, "val_rows": 50,
+        "equal_val_rows": 10}
 
 def finished(log, path, tensors, **report):
     """Return a finished run, with a checkpoint that is written to `path`."""
     torch.save(tensors, path)
-    return check.Finished(log=log, checkpoint=path, seconds=1.0, report={
+    return check.Finished(log=log, checkpoint=path, seconds=1.0, warnings=[], report={
         "changed": [], "draws": False, "step": 2, "samples": None, "later": None,
         "later_in_training": None, "cross_entropy": 4.0, "drawn": [1], "tokens": 512,
         "draws_without_grad": False, "seeds": False, "embedded": 512, "state_differs": [],
@@ -303,6 +304,7 @@ def verdicts(folder, no_committed="no git", **runs):
     ("apart", dict(base=({}, dict(in_both=BOTH | {"equal_rows": 3}))), "3 of 40"),
     ("apart", dict(base=({}, dict(in_both=BOTH | {"equal_val_rows": 11}))), "11 of 50 validation"),
     ("apart", dict(base=({}, dict(in_both=BOTH | {"files": ["a.npy"]}))), "It is a.npy"),
+    ("apart", dict(base=({}, dict(in_both=BOTH | {"only_val_rows": 1}))), "1 of 40 training rows"),
     ("loss", dict(base=({}, dict(cross_entropy=3.9))), "3.900000"),
     ("loss", dict(committed=({}, dict(val_data=[[16], [2]]))), "other inputs or targets"),
     ("effect", dict(), "no effect on training"),
@@ -945,13 +947,23 @@ def test_training_rows_that_are_validation_data_are_found(tmp_path):
     short = np.arange(31)
     found = in_both([val], [val], [*rows, short])
     assert (found["files"], found["rows"], found["equal_rows"]) == ([], 5, 3)
-    assert found["val_rows"] == found["equal_val_rows"] == 50
+    assert found["val_rows"] == found["equal_val_rows"] == 50 and found["only_val_rows"] == 0
+    assert in_both([val + 6000], [val], rows)["only_val_rows"] == 3
+    assert in_both([val + 6000, val], [val], rows)["only_val_rows"] == 0  # not all are compared
     assert in_both([val[:2500]], [val], [])["equal_val_rows"] == 25
     one, two = tmp_path / "1.npy", tmp_path / "2.npy"
     np.save(one, val)
     np.save(two, val + 1)
     assert in_both([one, two], [two], [])["files"] == [str(two)]
     assert in_both([one], [two], [])["files"] == []
+
+def test_a_second_validation_set_that_is_trained_on_is_noted():
+    """Either the rows of training are found in it, or its rows in the training data."""
+    assert check_run.notes_about_validation(BOTH) == []
+    note, = check_run.notes_about_validation(BOTH | {"equal_rows": 3})
+    assert note.endswith("trained: 3 of 40 training rows are part of it.")
+    note, = check_run.notes_about_validation(BOTH | {"equal_val_rows": 11})
+    assert note.endswith("trained: 11 of 50 rows of it are part of the training data.")
 
 def test_ids_are_part_of_a_text_only_at_the_beginning_of_an_id():
     """The search ends, also for ids that occur only between the beginnings of ids."""
@@ -1152,6 +1164,61 @@ def test_batches_that_depend_on_the_length_of_the_run_are_noted():
     edited = types.SimpleNamespace(rows_before=lambda cfg, step: max(0, step - cfg.max_steps // 2))
     note, = check_run.notes_about_longer_runs(edited, cfg)
     assert note.startswith("rows_before() depends on max_steps.")
+
+def test_a_causal_mask_with_more_keys_than_queries_is_noted():
+    x = torch.randn(1, 2, 8, 16)
+    more = torch.cat((x[:, :, :1], x), dim=2)
+    attention = torch.nn.functional.scaled_dot_product_attention
+    for operation, n in ((lambda x, y: attention(x, more, more, is_causal=True), 1),
+                         (lambda x, y: attention(x, more, more, None, 0.0, True), 1),
+                         (lambda x, y: attention(x, more, more), 0),
+                         (lambda x, y: attention(x, x, x, is_causal=True), 0)):
+        notes = check_run.notes_about_dimensions(operation, x, None)
+        assert len(notes) == n and all("with 8 queries and 9 keys" in note for note in notes)
+
+def test_attributes_of_state_that_are_still_zero_are_noted():
+    content = {"raw_model": {"w": torch.zeros(2)}, "step": 0, "mean": torch.ones(1),
+               "residual": [torch.zeros(2), torch.zeros(3)]}
+    note, = check_run.notes_about_zero_attributes(
+        types.SimpleNamespace(state_dict=lambda: content))
+    assert note.startswith("all elements of State.residual are 0 at the end of training.")
+
+class Router(torch.nn.Module):
+    """A model with a router, and with a head that only training uses."""
+    def __init__(self, uses_gate):
+        super().__init__()
+        self.table, self.router, self.head = (torch.nn.Linear(4, 4) for _ in range(3))
+        self.uses_gate = uses_gate
+
+    def forward(self, x, y):
+        gate = self.router(x).softmax(-1)
+        out = self.table(x) * (gate.argmax(-1, keepdim=True) == 0)
+        loss = (out * (gate if self.uses_gate else 1)).square().mean()
+        return out, loss + (gate.square().mean() + self.head(x).mean() if self.training else 0)
+
+def test_layers_that_only_additional_terms_train_are_noted():
+    """A head that eval mode does not use gives no note."""
+    x = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+    for uses_gate in (True, False):
+        model = Router(uses_gate).eval()
+        nonzero = {name: None for name, _ in model.named_parameters()}
+        run = types.SimpleNamespace(
+            state=types.SimpleNamespace(raw_model=model), device=torch.device("cpu"),
+            val_loader=mock.Mock(batch=lambda *args: (x, x)))
+        notes = check_run.notes_about_auxiliary_gradients(run, nonzero)
+        assert len(notes) == (not uses_gate)
+    assert notes[0].startswith("router.weight, router.bias got gradients in training, but")
+
+def test_warnings_that_only_the_edit_causes_are_noted(tmp_path):
+    text = "/a/b.py:7: UserWarning: reduction: 'mean' is wrong\n  warnings.warn(\nother\n"
+    (tmp_path / "err_0.txt").write_text(text * 2)
+    assert check.warnings_of(tmp_path) == ["UserWarning: reduction: 'mean' is wrong"]
+    checking = stub_check(tmp_path, no_committed="")
+    assert checking.notes_about_warnings() == []
+    checking.base.warnings.append("UserWarning: x")
+    assert checking.notes_about_warnings() == ["Python prints a warning: UserWarning: x"]
+    checking.no_committed = "no git"
+    assert checking.notes_about_warnings() == []
 
 def test_gradients_with_few_different_values_are_noted():
     """Small parameters are not looked at, because their gradients have few values anyway."""
