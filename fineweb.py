@@ -560,9 +560,9 @@ def settings_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # The last shard ends in the file with this index. If the shards contain the whole corpus, there
-    # is no such file yet, and the first file that is added later will have this index. Then the
-    # settings change, and this is intended: the last shard is not full, so it cannot be kept.
+    # The last shard ends in the file with this index. At the end of the corpus, there is no such
+    # file, but if files are added later, the first of them has this index. find_finished() then
+    # refuses the shards, because the last one is not full.
     end_file = shards[-1].end.file_number if shards else -1
     for number, (url, size) in enumerate(files[:end_file + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"

@@ -96,7 +96,7 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
     epochs: float = 0.0             # passes over the data; if above 0, this sets max_steps
-    minutes: float = 0.0            # if above 0, train for as many steps as fit into this time
+    minutes: float = 0.0            # if above 0, this sets max_steps to what fits into this time
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -410,7 +410,7 @@ class DataLoaderLite:
         start = int(piece_order[n_read_of_shard]) * self.T        # 20
         if self.recut:
             # In this epoch, pieces begin `shift` tokens earlier, where shift < T. (The first piece
-            # cannot, so it still begins at token 0.) With the factor 0.618, the shifts of
+            # cannot, so it overlaps the second one.) With the factor 0.618, the shifts of
             # consecutive epochs are very different
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
@@ -583,7 +583,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time so far, see add_time()
+    minutes: float = 0.0          # training time so far, for log.txt; see add_time()
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -987,7 +987,7 @@ def checkpoint_to_use(folder):
     # The validation losses of the steps that have a checkpoint
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
     best_step = min(losses, key=losses.get, default=None)
-    last_validated_step = max(losses, default=None)
+    last_validated_step = max(losses, default=None)  # the largest key
     if best_step != last_validated_step:  # the loss has risen again
         path = found[best_step]
         try:
@@ -1352,7 +1352,8 @@ def resolve_config(flags, device=torch.device("cpu")):
     Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
     `minutes`, final_max_steps() computes it once the data have been opened.
     """
-    if "max_steps" in flags:  # only flags may replace it by `epochs` or `minutes`
+    if "max_steps" in flags:
+        # `epochs` and `minutes` in Config or a preset must not replace it. (As flags, they do)
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
@@ -1402,18 +1403,18 @@ def read_newest_checkpoint(log_dir, device):
 
 def find_origin(cfg, device):
     """Return the Origin of a command. Raise UserError if the weights cannot be read."""
-    from_scratch = cfg.init_from == "scratch"
+    without_init_from = cfg.init_from == "scratch"
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
     if cfg.sample:
-        if from_scratch and not find_checkpoints(cfg.log_dir):
+        if without_init_from and not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
                             "or set --init_from.")
-        weights = read_weights(cfg.log_dir if from_scratch else cfg.init_from)
+        weights = read_weights(cfg.log_dir if without_init_from else cfg.init_from)
         return Origin(weights=weights, info=weights.info)
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if from_scratch:  # a new run (the checkpoint is None) or a resumed one
+    if without_init_from:  # a new run (the checkpoint is None) or a resumed one
         return Origin(checkpoint=checkpoint)
     if checkpoint:  # a resumed run that began with init_from
         return Origin(checkpoint=checkpoint, info=info_in_checkpoint(checkpoint, cfg.log_dir))
@@ -2158,7 +2159,7 @@ def build_state(raw_model, cfg, dtype):
     state = State(raw_model, optimizers, scaler)
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            initial_values(group)  # stores them
+            initial_values(group)  # stores them now, since a checkpoint may change the group
     check_can_be_saved(state.state_dict())
     return state
 
