@@ -741,9 +741,8 @@ def due(every, run):
 def train(run):
     """Take steps until max_steps or a signal, and then finish the run.
 
-    Before each step, save and evaluate if this is due. Steps are counted from 0. An evaluation that
-    is logged as step n shows the model after n steps, so it comes before the training loss of step
-    n.
+    Before each step, save and evaluate if this is due. Steps are counted from 0. The evaluation
+    that is logged as step n shows the model after n steps, and the training loss of step n follows.
     """
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
@@ -986,8 +985,8 @@ def checkpoint_to_use(folder):
     found = find_checkpoints(folder)
     # The validation losses of the steps that have a checkpoint
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
-    best_step = min(losses, key=losses.get, default=None)
-    last_validated_step = max(losses, default=None)  # the largest key
+    best_step = min(losses.keys(), key=losses.get, default=None)
+    last_validated_step = max(losses.keys(), default=None)
     if best_step != last_validated_step:  # the loss has risen again
         path = found[best_step]
         try:
@@ -2179,8 +2178,7 @@ def wrap_in_ddp(raw_model):
     if world_size() == 1:
         return raw_model
     # torch.compile splits a model where DDP's buckets end. With the default of 25 MB per bucket,
-    # there would be 14 graphs.
-    # Gradients are views of the buckets, so that they need not be copied
+    # there would be 14 graphs. Gradients are views of the buckets, so that they need not be copied
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
 def describe_batch(cfg):

@@ -88,6 +88,8 @@ def train_and_report(t, train, run, job):
             + noted(notes_about_muon, run.state) + noted(notes_about_code, inspect.getsource(t)))
     else:
         train(run)
+    # Copies, since the hooks go on: later forward passes do not belong to training
+    report, rows = dict(report), list(rows)
     report["tokens"] = getattr(run.state, "tokens", 0)
     now = unsaved_values(t, run)
     report["changed"] = [name for name in now if now[name] != unsaved.get(name)]
@@ -95,10 +97,8 @@ def train_and_report(t, train, run, job):
     if watched:
         report["trained"] = {name: crc_of(p) for name, p in run.state.raw_model.named_parameters()}
         report["notes"] = watched.notes(t, run, report, rows)
-        embedded = report["embedded"]  # by training
         with torch.no_grad(), run.autocast():
             found = examine(run, tolerance=job["examine"])
-        report["embedded"] = embedded
         modes = noted(notes_about_modes, t, run, found["modes"], report["draws"])
         notes = report["notes"] + found["notes"] + modes
         report |= found | {"notes": notes}
@@ -284,7 +284,7 @@ class Watched:
         for loader in self.loaders:
             if loader is not run.val_loader:
                 both = training_and_validation(t, run, loader, rows)
-                notes += notes_about_validation(both)
+                notes += noted(notes_about_validation, both)
         return notes
 
 def noted(function, *args):
@@ -989,7 +989,7 @@ def notes_about_clipping(state, clipped):
 def notes_about_validation(both):
     """Return a note if validation reads training data. both: from training_and_validation()."""
     if both["equal_val_rows"] > 0.2 * both["val_rows"]:
-        return [f"validation_loss() also reads data on which the model is trained: "
+        return ["validation_loss() also reads data on which the model is trained: "
                 f"{both['equal_val_rows']} of {both['val_rows']} rows of it are part of the "
                 "training data."]
     if both["equal_rows"] > 0.05 * both["rows"]:
