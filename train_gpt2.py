@@ -572,9 +572,9 @@ class State:
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. Any other attribute raises an error before the first
     step. To change the weights with which a run begins, or to copy them into an attribute, add a
-    method __post_init__(self) to this class. When it is called, the model has its initial weights
-    or, with init_from, the pretrained ones. If the run is resumed, the checkpoint is loaded after
-    that, and replaces the weights and the attributes.
+    method __post_init__(self) to this class. In a new run, the model then has its initial weights
+    or, with init_from, the pretrained ones. In a resumed run, it always has its initial weights,
+    but the checkpoint is loaded after that, and replaces the weights and the attributes.
 
     raw_model is the GPT without the DDP wrapper. If it is compiled, this is done in place, by
     raw_model.compile(), so raw_model(idx) runs the compiled code.
@@ -913,7 +913,8 @@ def changed_values(group):
     """
     initial, changed = group.get("initial", {}), {}
     for name, value in group.items():
-        is_unchanged = name in initial and value == initial[name]
+        # Tensors are always included, because comparing them yields more than one bool
+        is_unchanged = not has_tensors(value) and name in initial and value == initial[name]
         if name != "initial" and not is_unchanged:
             changed[name] = value
     return changed
@@ -1054,10 +1055,10 @@ def leave_out_unchanged(group):
     """Return an optimizer group with only those values that training has changed.
 
     Until 25 November 2026, a checkpoint contained whole groups, with their initial values in
-    "in_code" or "as_built". (Until 23 November, it did not contain the initial values. So all
-    values of such a checkpoint are restored.)
+    "initial", "in_code" or "as_built". (Until 23 November, it did not contain the initial values.
+    So all values of such a checkpoint are restored.)
     """
-    for name in ("in_code", "as_built"):
+    for name in ("initial", "in_code", "as_built"):
         if name in group:
             values = {key: value for key, value in group.items() if key != name}
             return changed_values(values | {"initial": group[name]})

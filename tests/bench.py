@@ -771,11 +771,14 @@ def duty_rows():
     yield cells(f"all, with steps of {step * 1e3:.1f} ms", "", "", f"{total:.2%}")
 
 def test_rows():
-    """Yield the output of the project's tests."""
+    """Yield the output of the project's tests, without a line for each test that passes."""
+    tests = ["tests", "--device=cuda"] if CUDA else ["tests/test_data.py"]
     command = ["timeout", f"{max(1, limits.seconds_left()):.0f}", sys.executable, "-m", "pytest",
-               "-q", "-rs", "--tb=short", "tests" if CUDA else "tests/test_data.py"]
+               "-v", "-rs", "--tb=short", *tests]
     with started(command, cwd=ROOT, stdout=subprocess.PIPE) as process:
-        yield from map(str.rstrip, process.stdout)
+        # -v names a failed test at once, even if the time is over before the tests end
+        yield from (line.rstrip() for line in process.stdout
+                    if not re.search(r"::.* (PASSED|SKIPPED)", line))
         if process.wait() == 124:
             raise TimeoutError("the session's time was over before the tests ended")
 

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 import traceback
+import warnings
 import zlib
 from collections import Counter, defaultdict, deque
 from dataclasses import asdict, fields, replace
@@ -88,6 +89,7 @@ def train_and_report(t, train, run, job):
             + noted(notes_about_muon, run.state) + noted(notes_about_code, inspect.getsource(t)))
     else:
         train(run)
+        warnings.simplefilter("ignore")  # only those of training are reported
     # Copies, since the hooks go on: later forward passes do not belong to training
     report, rows = dict(report), list(rows)
     report["tokens"] = getattr(run.state, "tokens", 0)
@@ -121,11 +123,11 @@ def watch_forward_passes(run, report):
     """Record in the report what forward passes do. Return a list, to which training adds rows.
 
     "draws": whether those with gradient draw from torch's generator; "draws_without_grad": whether
-    the others do; "seeds": whether any of them seeds it; "embedded": the number of token ids that
-    the embedding got in those with gradient; "shifted": what share_of_shifted_rows() returned
-    for some of these; "new_targets": (the number of rows whose targets are not part of the training
-    data, the number of rows that were looked up). The list gets up to 16 rows (T,) of each of the
-    first of these passes, as arrays of token ids.
+    the others do; "seeds": whether any of them seeds it. The rest is about those in training mode
+    with gradient. "embedded": the number of token ids that the embedding got; "shifted": what
+    share_of_shifted_rows() returned for some of these; "new_targets": (the number of rows whose
+    targets are not part of the training data, the number of rows that were looked up). The list
+    gets up to 16 rows (T,) of each of the first of these passes, as arrays of token ids.
     """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
     get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
@@ -135,7 +137,7 @@ def watch_forward_passes(run, report):
 
     def before(model, args):
         states.append((get_state(), torch.initial_seed()))
-        if torch.is_grad_enabled() and len(rows) < MOST_ROWS and args:
+        if trains(model) and len(rows) < MOST_ROWS and args:
             with contextlib.suppress(Exception):  # an edit may have other inputs
                 rows.extend(row for row in args[0][:16].cpu().numpy() if row.ndim == 1)
                 report["shifted"].append(share_of_shifted_rows(*args))
@@ -150,7 +152,7 @@ def watch_forward_passes(run, report):
         report["seeds"] |= torch.initial_seed() != seed
 
     def count(embedding, args):
-        if torch.is_grad_enabled() and args and not args[0].is_floating_point():
+        if trains(embedding) and args and not args[0].is_floating_point():
             report["embedded"] += args[0].numel()
     run.state.raw_model.register_forward_pre_hook(before)
     run.state.raw_model.register_forward_hook(after)
@@ -158,6 +160,10 @@ def watch_forward_passes(run, report):
         if name == "transformer.wte":
             module.register_forward_pre_hook(count)
     return rows
+
+def trains(module):
+    """Return whether a forward pass is one of training. An edit may validate with gradient."""
+    return module.training and torch.is_grad_enabled()
 
 def share_of_shifted_rows(x, y=None, *args):
     """Return in which share of the rows most targets y are the tokens that follow in x (B, T)."""
@@ -737,7 +743,9 @@ def notes_about_copies(state):
 
 def notes_about_zero_attributes(state):
     """Return notes on attributes of State whose tensors are all 0 at the end of training."""
-    tensors = {name: [tensor for _, tensor in tensors_of(content)]
+    tensors = {name: [tensor for _, tensor in tensors_of(content)
+                      # One number, or an integer, may count events that have not happened
+                      if tensor.is_floating_point() and tensor.numel() > 1]
                for name, content in state.state_dict().items()
                if name not in ("raw_model", "optimizers", "scaler")}
     return [f"all elements of State.{name} are 0 at the end of training. Check that it is updated."
@@ -945,24 +953,22 @@ def notes_about_auxiliary_gradients(run, nonzero):
     For example, the router of a mixture of experts, if its output only selects experts.
     nonzero: see watch_gradients().
     """
-    model, used = run.state.raw_model, set()
+    model, names = run.state.raw_model, []
     x, y = run.val_loader.batch(0, 2, run.device)
-    hooks = [module.register_forward_hook(lambda module, *args: used.add(module))
-             for module in model.modules() if not list(module.children())]
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    try:
-        loss = model(x, y)[1]
-    finally:
-        for hook in hooks:
-            hook.remove()
+    logits, loss = model(x, y)
     gradients = torch.autograd.grad(loss, list(parameters.values()), allow_unused=True)
-    of_used = {id(p) for module in used for p in module.parameters()}
-    names = [name for (name, p), gradient in zip(parameters.items(), gradients)
-             if gradient is None and name in nonzero and id(p) in of_used]
+    for (name, p), gradient in zip(parameters.items(), gradients):
+        if gradient is None and name in nonzero:
+            with torch.no_grad():
+                p.neg_()
+                if not torch.equal(model(x, y)[0], logits):
+                    names.append(name)
+                p.neg_()
     if not names:
         return []
-    return [f"{', '.join(names[:4])} got gradients in training, but the loss in eval mode has no "
-            f"gradient for them, although it uses their layers ({len(names)} parameters). So only "
+    return [f"{', '.join(names[:4])} got gradients in training, and the logits in eval mode depend "
+            f"on them, but their loss has no gradient for them ({len(names)} parameters). So only "
             "additional terms train them. A router, for example, also learns from the loss if the "
             "output of each expert is multiplied by its gate."]
 

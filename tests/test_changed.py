@@ -304,12 +304,12 @@ def test_values_of_groups_may_be_of_any_type_unless_training_changes_them():
     """A checkpoint need not store a dtype that the code gives a group. It stores a changed list."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     group, = optimizer.param_groups
-    group["compute"], group["seen"] = torch.bfloat16, []
+    group["compute"], group["seen"], group["buffer"] = torch.bfloat16, [], torch.zeros(2)
     for group in optimizer.param_groups:
         t.initial_values(group)
     group["seen"].append(3)
     content = t.content_of_optimizer(optimizer)
-    assert content["param_groups"] == [{"params": [0], "seen": [3]}]
+    assert content["param_groups"] == [{"params": [0], "seen": [3], "buffer": group["buffer"]}]
     assert t.unsavable_part(content) is None
 
 def muon_state(saved=None, **in_group):
@@ -374,18 +374,22 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
 def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     """A flag that is written differently, but has the same value, does not contradict weights."""
     for name, default in (("GPTConfig", 4.0), ("Config", 3.0)):
-        fields = [(f.name, f.type, f.default) for f in dataclasses.fields(getattr(t, name))]
+        old = getattr(t, name)
+        fields = [(f.name, f.type, f.default) for f in dataclasses.fields(old)]
         monkeypatch.setattr(t, name, dataclasses.make_dataclass(
-            name, [*fields, ("width", float, default)], frozen=name == "Config"))
+            name, [*fields, ("width", float, default)], bases=(old,), frozen=name == "Config"))
     known = {"block_size": 16, "n_vocab": 257, "vocab_size": 384, "n_layer": 1, "n_head": 2,
              "n_embd": 16}
     flags = {"data": str(write_text(tmp_path)), "init_from": "w", "width": "30"}
-    for constants, width in ((known, 30.0), (known | {"width": 30.0}, 30.0)):
-        weights = t.Weights(t.ModelInfo("w", constants, "bytes"), {}, code=None)
+    # transformers' GPT-2 lacks the constant, so the model has GPTConfig's default
+    monkeypatch.setattr(t, "load_hugging_face", lambda name: t.GPT(t.GPTConfig(**known)))
+    of_transformers = t.read_weights("w")
+    of_checkpoint = t.Weights(t.ModelInfo("w", known | {"width": 30.0}, "bytes"), {}, code=None)
+    for weights in (of_transformers, of_checkpoint):
         monkeypatch.setattr(t, "read_weights", lambda name: weights)
         cfg, origin, _ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
         made = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), origin.info)
-        assert cfg.width == made.width == width
+        assert cfg.width == made.width == 30.0
     with pytest.raises(t.UserError, match="width is 30.0 in the weights w: leave out --width"):
         t.resolve_config(flags | {"log_dir": str(tmp_path / "log"), "width": "31"})
 
@@ -480,7 +484,13 @@ def at_the_end_of_november_24(content):
     state = content["state"] | {"optimizers": with_whole_groups(content, "in_code")}
     return content | {"state": state}
 
-@pytest.mark.parametrize("earlier", [until_november_23, on_november_24, at_the_end_of_november_24])
+def on_november_25(content):
+    """Return a checkpoint's content in a form that the script wrote on 2026-11-25."""
+    state = content["state"] | {"optimizers": with_whole_groups(content, "initial")}
+    return content | {"state": state}
+
+@pytest.mark.parametrize("earlier", [until_november_23, on_november_24, at_the_end_of_november_24,
+                                     on_november_25])
 def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
     """A run continues from a checkpoint with the former names of entries."""
     copied = folder / earlier.__name__

@@ -13,6 +13,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import warnings
 from unittest import mock
 
 import pytest
@@ -98,6 +99,7 @@ def test_a_step_waits_for_the_gpu_once(folder, n, optimizer, dtype):
 
 def forbid_waits(arrange, first_step):
     """Let train_step() raise RuntimeError if it waits for the GPU, from this step on."""
+    warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
     real = arrange.t.train_step
 
     def train_step(run):
