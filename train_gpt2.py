@@ -2335,8 +2335,9 @@ def report_step(run, step, loss, norm):
     """Report the loss and the gradient norm of a step."""
     cfg, seconds = run.cfg, run.step_seconds[-1]
     rate = rows_of_step(cfg, step) * cfg.T / seconds
-    # Use the median, since a step may have waited for another program
-    left = statistics.median(run.step_seconds) * (cfg.max_steps - step - 1)
+    # Use the median, since a step may have waited for another program. The first step may have
+    # waited for compilation, so after two steps use the shorter one (median_low)
+    left = statistics.median_low(run.step_seconds) * (cfg.max_steps - step - 1)
     report(run, step, "train", loss,
            note=f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "
                 f"{rate:,.0f} tok/s {datetime.timedelta(seconds=round(left))} left")
@@ -2504,7 +2505,7 @@ def result_of(run):
                "parameters": sum(p.numel() for p in state.raw_model.parameters())}
     if run.step_seconds:
         tokens = rows_of_step(cfg, state.step - 1) * cfg.T
-        result["tokens_per_second"] = round(tokens / statistics.median(run.step_seconds))
+        result["tokens_per_second"] = round(tokens / statistics.median_low(run.step_seconds))
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     warnings = dict.fromkeys(warning for entry in run.folder.starts

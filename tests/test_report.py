@@ -93,7 +93,7 @@ def step_399(monkeypatch, *others, float16=False):
     monkeypatch.setattr(t.dist, "all_gather", lambda everyones, mine: everyones.__setitem__(
         slice(None), [mine, *map(torch.tensor, others)]))
     run = MagicMock(cfg=t.Config(max_steps=1000, total_batch_size=2000, T=10, max_lr=7.15e-4),
-                    step_seconds=deque([5.0, 1.0, 90.0, 1.0, 1.0, 1.0, 2.0]))
+                    step_seconds=deque([5.0, 1.0, 90.0, 1.0, 1.0, 2.0]))
     run.state.step = 400
     run.signal_came.is_set.return_value = False
     run.state.scaler.is_enabled.return_value = float16
@@ -103,8 +103,9 @@ def step_399(monkeypatch, *others, float16=False):
 def test_the_numbers_of_a_step(monkeypatch, capsys):
     """The line of a step has the loss, learning rate, norm, speed and time left.
 
-    The time left is 600 times the median duration, so that one slow step has no effect. Values of
-    other metrics have lines with the names of the metrics. A full disk does not stop the run.
+    The time left is 600 times the median duration, so that one slow step has no effect. (If two
+    durations are in the middle, the shorter one is used.) Values of other metrics have lines with
+    the names of the metrics. A full disk does not stop the run.
     """
     run = step_399(monkeypatch)
     t.report(run, 399, "gate", 0.5)
