@@ -560,9 +560,10 @@ def settings_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # The last shard ends in the file with this index. At the end of the corpus, there is no such
-    # file, but if files are added later, the first of them has this index. find_finished() then
-    # refuses the shards, because the last one is not full.
+    # The last shard ends in the file with this index. If it ends at the end of the corpus, there is
+    # no such file, and the slice contains all files. If files are added later, the slice also
+    # contains the first of them. So the settings differ, and find_finished() refuses the shards. It
+    # has to, because the last shard is not full.
     end_file = shards[-1].end.file_number if shards else -1
     for number, (url, size) in enumerate(files[:end_file + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -623,7 +624,8 @@ def find_finished(cfg, files):
     manifest = folder / "manifest.json"
     if manifest.exists():
         before, shards = read_manifest(manifest)
-        # Files that come after those in settings_of() are not compared, so the corpus may grow
+        # settings_of() leaves out the files after the last shard, so they may change. For example,
+        # the corpus may grow, unless the last shard contains its end
         now = settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]

@@ -330,11 +330,11 @@ def score(args):
     """
     examples = itertools.islice(iterate_examples("val"), args.limit)
     model, encode = load_model(args.model, args.device)
-    # Like the published scores, these scores are computed in float32. GPUs may use TF32, which is
-    # faster and rounds only the inputs of matrix multiplications. bfloat16 would also round the
-    # logits, which is not precise enough: GPT-2's logits are near -35, where neighbouring bfloat16
-    # numbers differ by 1/4. (train_gpt2.py scores in the dtype of training, so its scores may
-    # differ slightly from those that this command prints.)
+    # Like the published scores, these scores are computed in float32, but with TF32 on GPUs that
+    # have it. TF32 is faster, and rounds only the inputs of matrix multiplications. bfloat16 would
+    # also round the logits, which is not precise enough: GPT-2's logits are near -35, where
+    # neighbouring bfloat16 numbers differ by 1/4. (train_gpt2.py scores in the dtype of training,
+    # so its scores may differ slightly from those that this command prints.)
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

@@ -540,7 +540,9 @@ class Muon(torch.optim.Optimizer):
                     weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(longer_side))
 
 def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
-    """Return [AdamW] or, with optimizer="muon", [AdamW, Muon]. Muon has the matrices in the blocks.
+    """Return [AdamW] or, with optimizer="muon", [AdamW, Muon].
+
+    With "muon", Muon updates the matrices in the blocks, and AdamW all other parameters.
 
     raw_model: the GPT, without the DDP wrapper. muon_dtype: the dtype in which Muon orthogonalizes.
     """
@@ -572,9 +574,9 @@ class State:
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. Any other attribute raises an error before the first
     step. To change the weights with which a run begins, or to copy them into an attribute, add a
-    method __post_init__(self) to this class. In a new run, the model then has its initial weights
-    or, with init_from, the pretrained ones. In a resumed run, it always has its initial weights,
-    but the checkpoint is loaded after that, and replaces the weights and the attributes.
+    method __post_init__(self) to this class. When it is called in a new run, the model has its
+    initial weights or, with init_from, the pretrained ones. When a run is resumed, the checkpoint
+    is loaded after this method, and replaces the weights and the attributes.
 
     raw_model is the GPT without the DDP wrapper. If it is compiled, this is done in place, by
     raw_model.compile(), so raw_model(idx) runs the compiled code.
@@ -660,11 +662,12 @@ def read_step(run):
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
 
 def counts_relative_to_mean(batches):
-    """Return each micro-batch's number of targets, divided by the mean number per micro-batch.
+    """Return a weight for the loss of each micro-batch. It is 1 unless an edit masks targets.
 
-    The mean is over the micro-batches of all processes.
+    The weight is the number of targets in the micro-batch, divided by the mean of these numbers
+    over the micro-batches of all processes.
 
-    For edits: each result is 1, unless an edit of read_step() masks targets (sets them to -100). If
+    For edits: each weight is 1, unless an edit of read_step() masks targets (sets them to -100). If
     it does, train_step() gives more weight to micro-batches with more targets, so that the loss of
     a step is the exact mean over all targets that are left.
     """
@@ -722,7 +725,7 @@ def step_optimizers(state, cfg, norm):
     """
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            initial_lr = initial_values(group)["lr"]
+            initial_lr = initial_values(group)["lr"]  # the lr that the group was built with
             group["lr"] = initial_lr * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
@@ -739,7 +742,7 @@ def due(every, run):
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
 
 def train(run):
-    """Take steps until max_steps or a signal, and then finish the run.
+    """Train until max_steps is reached or a signal arrives, and then finish the run.
 
     Before each step, save and evaluate if this is due. Steps are counted from 0. The evaluation
     that is logged as step n shows the model after n steps, and the training loss of step n follows.
@@ -885,8 +888,9 @@ def moved(content, device):
 
 # ---- Checkpoints of optimizers. When a run is resumed, the hyperparameters of optimizer groups
 # come from the code, so that an edit takes effect. But a value that training has changed, such as a
-# step count that an optimizer stores in a group, comes from the checkpoint. So a checkpoint holds
-# only the values that differ from those that the group was built with (in its entry "initial"):
+# step count that an optimizer stores in a group, comes from the checkpoint. Therefore each group
+# has an entry "initial", with the values that it was built with, and a checkpoint contains only the
+# values that differ from them:
 #
 #     group when the run stops    momentum=0.95, k=700, initial=dict(momentum=0.95, k=0)
 #     group in the checkpoint     k=700
@@ -898,8 +902,8 @@ def moved(content, device):
 def initial_values(group):
     """Return the hyperparameters that an optimizer group was built with.
 
-    The first call, at the start of a run, stores them in group["initial"]. For edits: if a group is
-    added during training, the first call comes in the next step.
+    The first call stores them in group["initial"]. build_state() makes this call, before a
+    checkpoint is loaded. For edits: if training adds a group, step_optimizers() makes it.
     """
     if "initial" not in group:
         group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
@@ -1054,9 +1058,10 @@ def move_into_state(content):
 def leave_out_unchanged(group):
     """Return an optimizer group with only those values that training has changed.
 
-    Until 25 November 2026, a checkpoint contained whole groups, with their initial values in
-    "initial", "in_code" or "as_built". (Until 23 November, it did not contain the initial values.
-    So all values of such a checkpoint are restored.)
+    A group in the current format is returned as it is. Until 25 November 2026, a checkpoint
+    contained whole groups, with their initial values in "initial", "in_code" or "as_built". (Until
+    23 November, it did not contain the initial values. So all values of such a checkpoint are
+    restored.)
     """
     for name in ("initial", "in_code", "as_built"):
         if name in group:
@@ -1353,7 +1358,8 @@ def resolve_config(flags, device=torch.device("cpu")):
     `minutes`, final_max_steps() computes it once the data have been opened.
     """
     if "max_steps" in flags:
-        # `epochs` and `minutes` in Config or a preset must not replace it. (As flags, they do)
+        # It replaces `epochs` and `minutes` in Config or a preset. But if --epochs or --minutes is
+        # given as well, that flag determines max_steps
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
@@ -2335,8 +2341,8 @@ def report_step(run, step, loss, norm):
     """Report the loss and the gradient norm of a step."""
     cfg, seconds = run.cfg, run.step_seconds[-1]
     rate = rows_of_step(cfg, step) * cfg.T / seconds
-    # Use the median, since a step may have waited for another program. The first step may have
-    # waited for compilation, so after two steps use the shorter one (median_low)
+    # Use the median, since a step may have waited for another program. With only two steps,
+    # median_low returns the shorter one, and the first step may include compilation
     left = statistics.median_low(run.step_seconds) * (cfg.max_steps - step - 1)
     report(run, step, "train", loss,
            note=f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "
