@@ -542,7 +542,7 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     """Return [AdamW] or, with optimizer="muon", [AdamW, Muon].
 
-    With "muon", Muon updates the matrices in the blocks, and AdamW all other parameters.
+    Muon updates the matrices in the blocks, and AdamW all other parameters.
 
     raw_model: the GPT, without the DDP wrapper. muon_dtype: the dtype in which Muon orthogonalizes.
     """
@@ -667,9 +667,8 @@ def counts_relative_to_mean(batches):
     The weight is the number of targets in the micro-batch, divided by the mean of these numbers
     over the micro-batches of all processes.
 
-    For edits: each weight is 1, unless an edit of read_step() masks targets (sets them to -100). If
-    it does, train_step() gives more weight to micro-batches with more targets, so that the loss of
-    a step is the exact mean over all targets that are left.
+    For edits: if read_step() masks targets (sets them to -100), micro-batches with more targets get
+    more weight, so that the loss of a step is the exact mean over all targets that are left.
     """
     counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
@@ -936,7 +935,8 @@ def load_optimizer(optimizer, content):
         raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
                          f"{class_name}")
     groups_of_code = optimizer.state_dict()["param_groups"]
-    groups = [of_code | saved
+    device = optimizer.param_groups[0]["params"][0].device  # torch moves only the state to it
+    groups = [of_code | moved(saved, device)
               for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
     optimizer.load_state_dict(content | {"param_groups": groups})
 

@@ -9,6 +9,7 @@ import ast
 import contextlib
 import inspect
 import json
+import math
 import os
 import pickle
 import random
@@ -162,7 +163,10 @@ def watch_forward_passes(run, report):
     return rows
 
 def trains(module):
-    """Return whether a forward pass is one of training. An edit may validate with gradient."""
+    """Return whether a forward pass of a module belongs to training.
+
+    Gradients alone do not show this, because an edit may validate with gradients.
+    """
     return module.training and torch.is_grad_enabled()
 
 def share_of_shifted_rows(x, y=None, *args):
@@ -250,7 +254,7 @@ class Watched:
         self.nonzero, self.magnitudes, self.with_zeros = watch_gradients(run)
         self.factors = watch_learning_rates(t, run)
         self.between = watch_average(run.state)
-        self.clipped = watch_clipping()
+        self.clipped, self.norms = watch_clipping(t)
         self.seeds = watch_seeds(run.state)
         self.optimizers = list(run.state.optimizers)
         self.integers, self.first_step = integers_of(run.state), run.state.step
@@ -273,13 +277,14 @@ class Watched:
             *noted(notes_about_shared_parameters, model),
             *noted(notes_about_second_weights, state),
             *noted(notes_about_attributes, model, report["changed"]),
+            *noted(notes_about_decay, state),
             *noted(notes_about_groups, state.optimizers),
             *noted(notes_about_copies, state),
             *noted(notes_about_zero_attributes, state),
             *noted(notes_about_average, state, self.samples),
             *self.between,
             *noted(notes_about_buffers, state, self.buffers),
-            *noted(notes_about_clipping, state, self.clipped),
+            *noted(notes_about_clipping, state, self.clipped, self.norms),
             *noted(notes_about_seeds, self.seeds),
             *noted(notes_about_repeated_rows, rows),
             *noted(notes_about_shifts, report["shifted"]),
@@ -316,17 +321,35 @@ def watch_validation(t):
         t.validation_loss = validation_loss
     return loaders
 
-def watch_clipping():
-    """Return a set, to which the last call of clip_grad_norm_() adds the ids of its parameters."""
-    clipped, original = set(), torch.nn.utils.clip_grad_norm_
+def watch_clipping(t):
+    """Return a set and a list that are filled during training.
+
+    The set gets the ids of the parameters that are given to clip_grad_norm_(). The list gets a pair
+    for each step that calls it several times, with different parameters: the norm that train_step()
+    returns, and the norm of the gradients of all these parameters together.
+    """
+    clipped, norms, calls = set(), [], []
+    clip, step = torch.nn.utils.clip_grad_norm_, getattr(t, "train_step", None)
 
     def clip_grad_norm_(parameters, *args, **kwargs):
         parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
-        clipped.clear()
         clipped.update(map(id, parameters))
-        return original(parameters, *args, **kwargs)
+        norm = clip(parameters, *args, **kwargs)
+        calls.append((list(map(id, parameters)), norm))
+        return norm
+
+    def train_step(*args, **kwargs):
+        calls.clear()
+        result = step(*args, **kwargs)
+        ids = [one for of_call, _ in calls for one in of_call]
+        with contextlib.suppress(Exception):  # an edit may return something else
+            if len(calls) > 1 and len(ids) == len(set(ids)):
+                norms.append((float(result[1]), math.hypot(*(float(norm) for _, norm in calls))))
+        return result
     torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
-    return clipped
+    if step:
+        t.train_step = train_step
+    return clipped, norms
 
 def watch_seeds(state):
     """Return {seed: set of steps}, to which seeds of torch's and NumPy's generators are added."""
@@ -520,6 +543,10 @@ def notes_about_code(source):
     for name, line in defaults.items():
         notes.append(f"Config.{name} in line {line} is the default, not the value that this run "
                      f"uses. Use cfg.{name}.")
+    unread = sorted(constants_never_read(tree))
+    if unread:
+        notes.append(f"no code reads {', '.join(unread)} of Config. If GPTConfig should get it, "
+                     "use the same name there.")
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and any("Module" in ast.unparse(b) for b in node.bases):
             notes += [f"no call of {node.name}() passes `{name}`, so it always has its default."
@@ -529,6 +556,17 @@ def notes_about_code(source):
         notes.append(f"train() keeps {', '.join(names)} from one step to the next in local "
                      "variables, which a restart forgets. Make them attributes of State.")
     return notes
+
+def constants_never_read(tree):
+    """Return the names of Config's fields that occur neither as an attribute nor as a string."""
+    config = next((node for node in tree.body
+                   if isinstance(node, ast.ClassDef) and node.name == "Config"), None)
+    names = {node.target.id for node in (config.body if config else ())
+             if isinstance(node, ast.AnnAssign)}
+    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    used |= {node.value for node in ast.walk(tree)
+             if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    return names - used
 
 def arguments_never_passed(tree, node):
     """Return the arguments of a class's __init__ that default to 0, None or False, in each call.
@@ -711,6 +749,17 @@ def notes_about_attributes(model, changed):
                              "Use nn.Parameter, nn.ModuleList or, for a constant, "
                              "register_buffer().")
     return list(dict.fromkeys(notes))[:4]  # modules of the same class give the same note
+
+def notes_about_decay(state):
+    """Return a note on biases and gains that have weight decay."""
+    decayed = {id(p) for optimizer in state.optimizers for group in optimizer.param_groups
+               if group.get("weight_decay") for p in group["params"]}
+    names = [name for name, p in state.raw_model.named_parameters()
+             if p.dim() < 2 and id(p) in decayed]
+    if not names:
+        return []
+    return [f"{len(names)} parameters with fewer than two dimensions are in a group with weight "
+            f"decay: {', '.join(names[:4])}. Usually, biases and the gains of norms have none."]
 
 def notes_about_groups(optimizers):
     """Return notes on hyperparameters of optimizer groups that training changes much, except lr."""
@@ -983,14 +1032,23 @@ def notes_about_shifts(shares):
             "are the tokens that follow in their inputs. Check that read_step() changes, cuts and "
             "shifts x and y alike."]
 
-def notes_about_clipping(state, clipped):
-    """Return a note if some gradients are not clipped. clipped: the ids of the other parameters."""
-    trained = [p for p in state.raw_model.parameters() if p.requires_grad]
+def notes_about_clipping(state, clipped, norms):
+    """Return notes on gradients that are not clipped, and on a wrong norm in the log.
+
+    clipped, norms: what watch_clipping() returned.
+    """
+    notes, trained = [], [p for p in state.raw_model.parameters() if p.requires_grad]
     left = sum(id(p) not in clipped for p in trained)
-    if not (clipped and left):
-        return []
-    return [f"{left} of {len(trained)} trained parameters are not given to clip_grad_norm_(), so "
-            "their gradients are not clipped and are not part of the norm that it returns."]
+    if clipped and left:
+        notes.append(f"{left} of {len(trained)} trained parameters are not given to "
+                     "clip_grad_norm_(), so their gradients are not clipped and are not part of "
+                     "the norm that it returns.")
+    wrong = [pair for pair in norms if not math.isclose(*pair, rel_tol=1e-2)]
+    if wrong:
+        notes.append(f"train_step() returns {wrong[0][0]:.4g} as the norm of the gradient. The "
+                     "norm of the gradients in all calls of clip_grad_norm_() together is "
+                     f"{wrong[0][1]:.4g}.")
+    return notes
 
 def notes_about_validation(both):
     """Return a note if validation reads training data. both: from training_and_validation()."""

@@ -302,7 +302,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
 
 def test_values_of_groups_may_be_of_any_type_unless_training_changes_them():
     """A checkpoint need not store a dtype that the code gives a group. It stores a changed list."""
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1, device="meta"))], lr=0.1)
     group, = optimizer.param_groups
     group["compute"], group["seen"], group["buffer"] = torch.bfloat16, [], torch.zeros(2)
     for group in optimizer.param_groups:
@@ -311,6 +311,8 @@ def test_values_of_groups_may_be_of_any_type_unless_training_changes_them():
     content = t.content_of_optimizer(optimizer)
     assert content["param_groups"] == [{"params": [0], "seen": [3], "buffer": group["buffer"]}]
     assert t.unsavable_part(content) is None
+    t.load_optimizer(optimizer, content)  # tensors are moved to the device of the parameters
+    assert optimizer.param_groups[0]["buffer"].device.type == "meta"
 
 def muon_state(saved=None, **in_group):
     """Return the State of a small model with Muon, restored from `saved` if it is given.

@@ -1,6 +1,8 @@
 """check.py: whole checks of tiny trainings, and the functions that compare and examine runs."""
+import ast
 import contextlib
 import copy
+import inspect
 import math
 import random
 import signal
@@ -404,6 +406,11 @@ def test_values_that_train_keeps_and_defaults_in_part_one_are_noted():
     note, = check_run.notes_about_code(before.format("x = Config.B") + loop.format("pass"))
     assert note.startswith("Config.B in line 3 is the default")
     assert check_run.notes_about_code("def other():\n    Config.T\n") == []
+    config = "class Config:\n    B: int = 1\n    T: int = 2\n    cap: int = 3\n    lr: int = 1\n"
+    reads = before.format("x = cfg.B + run.cfg.T") + loop.format("print('cap')")
+    note, = check_run.notes_about_code(config + reads)
+    assert note.startswith("no code reads lr of Config.")
+    assert check_run.constants_never_read(ast.parse(inspect.getsource(train_gpt2))) == set()
 
 class Unregistered(torch.nn.Module):
     """A model that holds parts of which torch does not know, and parts that are right."""
@@ -561,16 +568,47 @@ def test_rows_that_are_read_several_times_are_noted():
     note, = check_run.notes_about_repeated_rows([*rows, *rows[:5]])
     assert "5 of the first 25 rows" in note
 
-def test_parameters_that_are_not_clipped_are_known(monkeypatch):
-    """The last call counts, and a single tensor or a generator may be given."""
+def clip_at_once(model):
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), 9.0)
+
+def clip_each(model):
+    norms = [torch.nn.utils.clip_grad_norm_(p, 9.0) for p in model.parameters()]
+    return torch.stack(norms).norm()
+
+def clip_each_and_return_the_last(model):
+    return [torch.nn.utils.clip_grad_norm_(p, 9.0) for p in model.parameters()][-1]
+
+def clip_twice(model):
+    """The same parameters are given twice, so the norms of the calls do not add up."""
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 9.0)
+    return clip_at_once(model)
+
+@pytest.mark.parametrize("clip, says", [
+    (clip_at_once, None), (clip_each, None), (clip_twice, None),
+    (clip_each_and_return_the_last, "train_step() returns 1 as the norm of the gradient. The "),
+    (lambda model: torch.nn.utils.clip_grad_norm_(model.bias, 9.0),
+     "1 of 2 trained parameters are not given to clip_grad_norm_()")])
+def test_gradients_that_are_not_clipped_and_wrong_norms_are_noted(monkeypatch, clip, says):
+    """All calls of a step count, and a single tensor or a generator may be given."""
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
-    clipped = check_run.watch_clipping()
     model = torch.nn.Linear(2, 1)
     model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
-    assert torch.nn.utils.clip_grad_norm_(model.parameters(), 9.0) == pytest.approx(math.sqrt(3))
-    assert clipped == {id(model.weight), id(model.bias)}
-    torch.nn.utils.clip_grad_norm_(model.bias, 9.0)
-    assert clipped == {id(model.bias)}
+    script = types.SimpleNamespace(train_step=lambda run: (0.0, clip(model)))
+    clipped, norms = check_run.watch_clipping(script)
+    script.train_step(None)
+    state = types.SimpleNamespace(raw_model=model)
+    notes = check_run.notes_about_clipping(state, clipped, norms)
+    assert len(notes) == bool(says) and all(note.startswith(says) for note in notes)
+
+def test_biases_and_gains_with_weight_decay_are_noted():
+    model = torch.nn.Linear(2, 1)
+    for decay_of_bias in (0.0, 0.1):
+        optimizer = torch.optim.AdamW([
+            dict(params=[model.weight]), dict(params=[model.bias], weight_decay=decay_of_bias)])
+        state = types.SimpleNamespace(raw_model=model, optimizers=[optimizer])
+        notes = check_run.notes_about_decay(state)
+        assert len(notes) == bool(decay_of_bias)
+    assert "with weight decay: bias." in notes[0]
 
 class Model(torch.nn.Module):
     """Logits follow from the last token. generate() may add `skew` to them."""
