@@ -127,8 +127,8 @@ SMALL = dict(
     sample_tokens=300, log_dir="log_small", compile=False)
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
-# shape and the encoding. Unless you add max_lr and T here, config_values_of_model() derives them
-# from the model: max_lr is 0.1 / n_embd
+# shape and the encoding. FINETUNE has no max_lr and no T, since good values depend on the model:
+# constants_set_by_model() computes them. If you add them here, your values are used instead
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
@@ -345,7 +345,7 @@ class GPT(nn.Module):
         if the weights cannot be read or do not fit the model.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
-        model = cls(gpt_config_of_model(weights.info, constants))
+        model = cls(stored_gpt_config(weights.info, constants))
         load_weights(model, weights)
         return model
 
@@ -393,21 +393,22 @@ class DataLoaderLite:
     def locate(self, row):
         """Return the index of the shard that a row is read from, and the token at which it begins.
 
-        Example: shards 0, 1 and 2 have 3, 5 and 4 pieces, and T is 10. Epoch 1 begins with row 12,
-        so 5 of its pieces are read before row 17. Suppose epoch 1 reads the shards in the order 2,
-        0, 1. These 5 pieces are then the 4 of shard 2 and 1 of shard 0. Suppose it reads the pieces
-        of shard 0 in the order 1, 2, 0. Then row 17 is piece 2 of shard 0, which begins at token
-        20. (The comments below give the values in this example.)
+        Example: T is 8, and shards 0, 1 and 2 have 30, 50 and 40 pieces, 120 in total. Row 765
+        belongs to epoch 6, which begins with row 720, so 45 of its pieces are read before row 765.
+        Suppose epoch 6 reads the shards in the order 2, 0, 1. Then these are the 40 pieces of shard
+        2 and the first 5 pieces of shard 0, in its random order. The next one in this order is,
+        say, piece 17, which begins at token 136. (The comments below give the values in this
+        example.)
         """
-        epoch, n_read = divmod(row, self.rows_per_epoch)          # 1, 5
+        epoch, n_read = divmod(row, self.rows_per_epoch)          # 6, 45
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1
-        ends = self.pieces_in_shard[shard_order].cumsum()         # 4, 7, 12
+        ends = self.pieces_in_shard[shard_order].cumsum()         # 40, 70, 120
         i = int(ends.searchsorted(n_read, side="right"))          # 1
         shard = int(shard_order[i])                               # 0
-        n_pieces = int(self.pieces_in_shard[shard])               # 3
-        n_read_of_shard = n_read - (int(ends[i]) - n_pieces)      # 1
-        piece_order = order_of(n_pieces, self.shuffle, self.seed, epoch, shard)  # 1, 2, 0
-        start = int(piece_order[n_read_of_shard]) * self.T        # 20
+        n_pieces = int(self.pieces_in_shard[shard])               # 30
+        n_read_of_shard = n_read - (int(ends[i]) - n_pieces)      # 45 - (70 - 30) = 5
+        piece_order = order_of(n_pieces, self.shuffle, self.seed, epoch, shard)
+        start = int(piece_order[n_read_of_shard]) * self.T        # 17 * 8 = 136
         if self.recut:
             # In this epoch, pieces begin `shift` tokens earlier, where shift < T. (The first piece
             # cannot, so it overlaps the second one.) With the factor 0.618, the shifts of
@@ -723,9 +724,10 @@ def step_optimizers(state, cfg, norm):
     group that was built with a different lr, such as Muon's, follows the same curve, scaled.
     """
     for optimizer in state.optimizers:
+        store_initial_values(optimizer)  # For edits: has an effect only if training added a group
         for group in optimizer.param_groups:
-            initial_lr = initial_values(group)["lr"]  # the lr that the group was built with
-            group["lr"] = initial_lr * get_lr(state.step, cfg) / cfg.max_lr
+            # group["initial"] holds the values that the group was built with
+            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -898,16 +900,15 @@ def moved(content, device):
 #
 # (Training also changes lr. But step_optimizers() computes it anew in each step, from the lr in
 # "initial")
-def initial_values(group):
-    """Return the hyperparameters that an optimizer group was built with.
+def store_initial_values(optimizer):
+    """Store the hyperparameters that each group of a new optimizer was built with.
 
-    The first call stores them in group["initial"]. build_state() makes this call, before a
-    checkpoint is loaded. For edits: if training adds a group, step_optimizers() makes it.
+    They are stored in group["initial"]. A group that has this entry already keeps it.
     """
-    if "initial" not in group:
-        group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                            if name not in ("params", "param_names")}
-    return group["initial"]
+    for group in optimizer.param_groups:
+        if "initial" not in group:
+            group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                if name not in ("params", "param_names")}
 
 def changed_values(group):
     """Return the entries of an optimizer group that differ from those in group["initial"].
@@ -1256,9 +1257,9 @@ def gpt_config_of_run(cfg, encoding, info=None):
     # For edits: a constant that did not exist when the model was trained also comes from cfg
     from_cfg = {name: value for name, value in in_both.items()
                 if name == "dropout" or name not in info.gpt_config}
-    return gpt_config_of_model(info, from_cfg)
+    return stored_gpt_config(info, from_cfg)
 
-def gpt_config_of_model(info, replacements):
+def stored_gpt_config(info, replacements):
     """Return the GPTConfig in a ModelInfo, with some values replaced.
 
     replacements: {name: value}. Raise UserError if GPTConfig lacks a constant that the model was
@@ -1276,6 +1277,8 @@ def load_weights(model, weights):
 
     Raise UserError if names or shapes do not match.
     """
+    if is_of_other_code(weights.code):
+        print0(f"Note: {weights.info.source} was written by different code.")
     own = model.state_dict()
     if missing := own.keys() - weights.tensors.keys():
         print0(f"!!! {weights.info.source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
@@ -1367,13 +1370,11 @@ def resolve_config(flags, device=torch.device("cpu")):
     cfg = make_config(Config, {"data": data} | preset | flags)  # converts the text of the flags
     origin, model_line = find_origin(cfg, device), ""
     if origin.info:
-        values = config_values_of_model(origin.info, preset_name, flags)
+        values = constants_set_by_model(origin.info, preset_name, flags)
         check_flags_against_model(flags, cfg, values, origin.info.source)
         model_line = "\n" + describe_model(origin.info.source, values, cfg_before=cfg)
         cfg = replace(cfg, **values)
     if not cfg.sample:
-        if origin.weights and is_of_other_code(origin.weights.code):
-            model_line += ". It was written by different code"
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
     return cfg, origin, f"{note}{describe_preset(preset_name, cfg)}{model_line}"
@@ -1427,7 +1428,7 @@ def find_origin(cfg, device):
     weights = read_weights(cfg.init_from)  # a new run with init_from
     return Origin(weights=weights, info=weights.info)
 
-def config_values_of_model(info, preset_name, flags):
+def constants_set_by_model(info, preset_name, flags):
     """Return {name: value} of the constants in Config that a ModelInfo determines.
 
     These are all constants of the model that are also in Config, apart from dropout. The encoding
@@ -1449,7 +1450,7 @@ def config_values_of_model(info, preset_name, flags):
     return values
 
 def check_flags_against_model(flags, cfg, values, source):
-    """Raise UserError for a flag that contradicts a value that config_values_of_model() returned.
+    """Raise UserError for a flag that contradicts a value that constants_set_by_model() returned.
 
     cfg: the Config with the values of the flags. source: where the weights are from.
     """
@@ -1469,7 +1470,7 @@ def describe_preset(preset_name, cfg):
 def describe_model(source, values, cfg_before):
     """Return a line about loaded weights: their source, and the constants that they change.
 
-    values: what config_values_of_model() returned. cfg_before: the Config without these values.
+    values: what constants_set_by_model() returned. cfg_before: the Config without these values.
     """
     before = asdict(cfg_before)
     changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in values.items()
@@ -1857,8 +1858,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
-    # `minutes` only determines max_steps. If it is 0 now, for example because --max_steps was given
-    # (see resolve_config), it is enough to compare max_steps
+    # `minutes` only determines max_steps, so if it is 0 now, comparing max_steps is enough. If it is
+    # above 0, final_max_steps() has kept the old max_steps, so a new value would have no effect
     if cfg.minutes == 0:
         changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
@@ -1891,9 +1892,9 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        continues: whether a run is resumed. If not, log_dir may still hold the log and the export
-        of an earlier run, which has left no checkpoint (otherwise it would be resumed). Rename
-        them. If a finished run is trained further, rename its export.
+        First, rename files in log_dir that will no longer belong to this run. If the run is not
+        resumed (continues=False), these are the log and the export of an earlier run that has left
+        no checkpoint. If a finished run is trained further, this is its export.
         """
         if rank() != 0:
             return
@@ -2164,8 +2165,7 @@ def build_state(raw_model, cfg, dtype):
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
     for optimizer in state.optimizers:
-        for group in optimizer.param_groups:
-            initial_values(group)  # stores them now, since a checkpoint may change the group
+        store_initial_values(optimizer)  # now, since a checkpoint may change them
     check_can_be_saved(state.state_dict())
     return state
 
@@ -2439,8 +2439,6 @@ def sample_only(cfg, origin, device):
     encoding, weights = get_encoding(cfg.encoding), origin.weights
     model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights.info)).to(device)
     load_weights(model, weights)
-    if is_of_other_code(weights.code):
-        print0(f"!!! {weights.info.source} was written by different code.")
     print0(f"Samples from {weights.info.source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")

@@ -1152,13 +1152,13 @@ class WatchDimensions(torch.overrides.TorchFunctionMode):
     """Records operations that normalize over a dimension other than the last one.
 
     It also records attention that cannot become sharp. found: {description: None}. attention:
-    pairs (q, k) of scaled_dot_product_attention().
+    pairs (q, k) of scaled_dot_product_attention(). targets: those of cross_entropy().
     """
     DEFAULTS = {"normalize": 1, "softmax": None, "log_softmax": None, "logsumexp": None}
 
     def __init__(self):
         super().__init__()
-        self.found, self.attention = {}, []
+        self.found, self.attention, self.targets = {}, [], []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -1168,6 +1168,8 @@ class WatchDimensions(torch.overrides.TorchFunctionMode):
             is_causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
             self.found |= dict.fromkeys(notes_about_causal_mask(*args[:2], is_causal))
             self.attention.append((args[0].detach(), args[1].detach()))
+        if name == "cross_entropy":
+            self.targets.append(kwargs["target"] if len(args) < 2 else args[1])
         if name in self.DEFAULTS and torch.is_tensor(x) and x.dim() > 1:
             position = 2 if name == "normalize" else 1  # of dim, in args
             dim = kwargs.get("dim", args[position] if len(args) > position else self.DEFAULTS[name])
@@ -1202,10 +1204,25 @@ def notes_about_causal_mask(q, k, is_causal):
             "added in front hide the token itself. Give attn_mask instead."]
 
 def notes_about_dimensions(model, x, y):
-    """Return notes on softmax() and so on over unusual dimensions, and on attention."""
+    """Return notes on softmax() and so on over unusual dimensions, on attention and on targets."""
     with WatchDimensions() as watch:
         model(x, y)
-    return list(watch.found)
+    return list(watch.found) + noted(notes_about_second_targets, watch.targets, y)
+
+def notes_about_second_targets(targets, y):
+    """Return a note if a second cross-entropy has the same targets as the first.
+
+    targets: those of each call of cross_entropy(). y: the targets of the next tokens (B, T).
+    """
+    def are_next_tokens(part):  # y, or y without the last tokens of each row
+        rows = part.reshape(len(y), -1)
+        return torch.equal(rows, y[:, :rows.size(1)])
+    n = sum(part.numel() % len(y) == 0 and are_next_tokens(part) for part in targets)
+    if n < 2:
+        return []
+    return [f"in one forward pass of training, {n} cross-entropies have the next tokens as their "
+            "targets. If one of them should predict tokens further ahead, compare its "
+            "logits[:, :-1] with targets[:, 1:]."]
 
 def notes_about_loss(model, x, y):
     """Return a note if additional terms make up much of the training loss.

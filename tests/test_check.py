@@ -431,8 +431,7 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     initial = {name: (list(p.shape), check_run.crc_of(p)) for name, p in model.named_parameters()}
     adamw = torch.optim.AdamW([dict(params=[model.weight, model.decayed], weight_decay=0.1),
                                dict(params=[model.unused], weight_decay=0.0)])
-    for group in adamw.param_groups:
-        train_gpt2.initial_values(group)
+    train_gpt2.store_initial_values(adamw)
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, eval_model=model, optimizers=[adamw], step=0,
         state_dict=lambda: {"raw_model": model.state_dict(), "mean": [torch.ones(2)]}))
@@ -1218,6 +1217,21 @@ def test_a_causal_mask_with_more_keys_than_queries_is_noted():
         notes = check_run.notes_about_dimensions(operation, x, None)
         assert len(notes) == n and all("with 8 queries and 9 keys" in note for note in notes)
 
+@pytest.mark.parametrize("second, n", [
+    (None, 0), (lambda y: y, 1), (lambda y: y[:, :-1], 1),
+    (lambda y: y[:, 1:], 0), (lambda y: torch.nn.functional.pad(y[:, 1:], (0, 1), value=-100), 0)])
+def test_a_second_loss_with_the_same_targets_is_noted(second, n):
+    """A head that predicts the token after the next one needs other targets than the first."""
+    cross_entropy, y = torch.nn.functional.cross_entropy, torch.arange(10).view(2, 5)
+
+    def model(x, y):
+        cross_entropy(torch.zeros(10, 20), y.flatten())
+        if second:
+            targets = second(y).flatten()
+            cross_entropy(torch.ones(len(targets), 20), target=targets)
+    notes = check_run.notes_about_dimensions(model, None, y)
+    assert len(notes) == n and all("2 cross-entropies have the next tokens" in x for x in notes)
+
 def test_attributes_of_state_that_are_still_zero_are_noted():
     content = {"raw_model": {"w": torch.zeros(2)}, "step": 0, "mean": torch.ones(1),
                "residual": [torch.zeros(2), torch.zeros(3)], "skipped": torch.zeros(1),
@@ -1285,8 +1299,7 @@ def test_learning_rates_that_differ_from_the_schedule_by_a_factor_are_noted():
     """A factor that changes from step to step gives no note."""
     cfg = train_gpt2.Config()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=cfg.max_lr)
-    for group in optimizer.param_groups:
-        train_gpt2.initial_values(group)
+    train_gpt2.store_initial_values(optimizer)
     group, = optimizer.param_groups
     for factors, n in (((1.0, 1.0), 0), ((0.5, 0.5), 1), ((0.9, 0.81), 0)):
         run = types.SimpleNamespace(cfg=cfg, state=types.SimpleNamespace(
