@@ -57,7 +57,7 @@ class Config:
 
 TEXT = "text"                # the parquet column or JSON key that holds a document's text
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
-BATCH_BYTES = 2 << 20        # bytes of text per batch; with 64 KiB, tokenizing takes 15 % longer
+BATCH_BYTES = 2 << 20        # bytes of text per batch; with 64 KiB, tokenizing takes 15% longer
 
 # --------------------------------------------------------------- what all three scripts share
 # Errors, encodings, safe file writes, folder locks and command-line flags. This section imports
@@ -321,7 +321,7 @@ def read_batches(urls, start_file, start_row):
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
-        texts = []  # the texts of the current batch that have been read so far
+        texts = []  # the texts read so far in the current batch; after an error, they are counted
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
@@ -360,7 +360,7 @@ def read_parquet_rows(file, first_row):
                 yield part[TEXT][n_skipped:].cast("large_binary").to_pylist()
 
 def parquet_text(content):
-    """Return the text in a parquet row, given as bytes, or "" if it is None."""
+    """Return the text in a parquet row. content: UTF-8 bytes, or None, which gives ""."""
     return (content or b"").decode("utf-8", "replace")
 
 def read_lines(file, first_row):
@@ -458,36 +458,30 @@ def end_at_once(signal_number, frame):
         os._exit(130)
 
 @contextlib.contextmanager
-def signals_blocked_for_children():
-    """Block STOP_SIGNALS in this thread, so that child processes inherit the block and keep it."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    # Multiprocessing unblocks signals when it starts its resource tracker, so start it first.
-    resource_tracker.ensure_running()
-    blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
+def signals_postponed():
+    """Postpone STOP_SIGNALS in this process, and block them in processes that it starts.
 
-@contextlib.contextmanager
-def own_signals_postponed():
-    """Record STOP_SIGNALS that this process receives, and raise them again at the end.
-
-    This needs handlers. A block applies to one thread only, and the system might deliver a signal
-    to a different one, which a library has started.
+    At the end, raise the signals that this process has received in the meantime.
     """
-    arrived, usual_handlers = [], {}
+    # A child process inherits the block, and keeps it. For this process, a block is not enough: it
+    # applies to one thread only, and the system might deliver a signal to another thread, which a
+    # library has started. So also install handlers that record signals.
+    received, usual_handlers = [], {}
     for number in STOP_SIGNALS:
-        usual_handlers[number] = signal.signal(
-            number, lambda received, frame: arrived.append(received))
+        usual_handlers[number] = signal.signal(number, lambda number, _: received.append(number))
+    can_block = hasattr(signal, "pthread_sigmask")  # false on Windows
+    if can_block:
+        # Multiprocessing unblocks signals when it starts its resource tracker, so start it first.
+        resource_tracker.ensure_running()
+        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
+        if can_block:
+            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         for number, handler in usual_handlers.items():
             signal.signal(number, handler)
-        for number in arrived:
+        for number in received:
             signal.raise_signal(number)
 
 def start_workers(nprocs, encoding_name):
@@ -496,7 +490,7 @@ def start_workers(nprocs, encoding_name):
     If a signal arrives meanwhile, this process waits until all workers have started, and then ends.
     (If it ended at once, a worker that is still starting would print a traceback.)
     """
-    with own_signals_postponed(), signals_blocked_for_children():
+    with signals_postponed():
         return [Worker(encoding_name) for _ in range(nprocs)]
 
 def tokenize_all(batches, nprocs, encoding_name):
@@ -553,17 +547,16 @@ class Shard(NamedTuple):
     end: Place
 
 def settings_of(cfg, files, shards):
-    """Return {name: value} of everything that these Shards are made from.
+    """Return {name: value} of everything that determines the content of these Shards.
 
     It contains shard_size, encoding, and the name and size of each file up to the one in which the
-    last shard ends (see Place). The manifest has it as "settings".
+    last shard ends (see Place). The manifest stores it under "settings".
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # The last shard ends in the file with this index. If it ends at the end of the corpus, there is
-    # no such file, and the slice contains all files. If files are added later, the slice also
-    # contains the first of them. So the settings differ, and find_finished() refuses the shards. It
-    # has to, because the last shard is not full.
+    # If the corpus ends in the last shard, end_file is the number of files that the corpus had.
+    # Files that are added later then change these settings, and find_finished() refuses to continue
+    # after a last shard that is not full.
     end_file = shards[-1].end.file_number if shards else -1
     for number, (url, size) in enumerate(files[:end_file + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -625,7 +618,7 @@ def find_finished(cfg, files):
     if manifest.exists():
         before, shards = read_manifest(manifest)
         # settings_of() leaves out the files after the last shard, so they may change. For example,
-        # the corpus may grow, unless the last shard contains its end
+        # the corpus may grow, unless the last shard contains its end.
         now = settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]
@@ -653,9 +646,8 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
-            # Skip the tokens of earlier shards, which are at the start of the first batch. (If
-            # BATCH_BYTES was lowered after the shards were made, these tokens may also fill the
-            # next batches.)
+            # Skip the tokens of earlier shards. They are at the start of the first batch (or, if
+            # BATCH_BYTES was lowered after these shards were made, of the first few batches).
             position = min(to_skip, len(tokens))  # the index of the next token to copy
             to_skip -= position
             while position < len(tokens):

@@ -14,7 +14,7 @@ has 10,042 questions such as this one, where "label" is the index of the right e
     {"ctx": "A young man sits on a bed. the man", "label": 3, "endings": ["then wipes his face.",
      "gets up and walks towards the camera.", "lifts a shoe to his mouth.", "starts playing ..."]}
 
-Each question gives four rows of tokens: the context followed by one of the endings. The model's
+Each question gives four rows of tokens, each with the context and one of the endings. The model's
 cross-entropy loss is computed for each token of an ending. The model's answer is the ending with
 the lowest sum of losses (acc) or with the lowest mean loss per token (acc_norm). GPT-2 (124M) has
 acc 0.2859 and acc_norm 0.2955, GPT-2 XL has 0.3842 and 0.4893, and random guessing gives 0.25.
@@ -124,9 +124,9 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # To get the tokens of " he sings", encode "a he sings" and remove as many tokens as encode("a")
-    # has. encode(" he sings") would be wrong with some tokenizers, which add a start token or a
-    # space at the beginning of every text
+    # An ending such as "he sings" follows the context after a space, so the tokens of " he sings"
+    # are needed. But some tokenizers add a start token or another space at the beginning of every
+    # text. So encode "a he sings", and remove the tokens that encode("a") also has.
     n_tokens_of_a = len(encode("a"))
     endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
     return encode(example["ctx"]), endings
@@ -262,7 +262,7 @@ def ending_losses(model, tokens, is_ending):
     # and a plain function returns the logits (R, N - 1, V) themselves.
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     # For each of the n targets that belong to an ending, compute its loss (n,) and its row (n,).
-    # Indexing with in_ending and nonzero() return these targets in the same order
+    # nonzero() lists these targets in the same order as indexing with in_ending.
     losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
     row_of_loss = in_ending.nonzero()[:, 0].cpu()
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64

@@ -11,8 +11,9 @@ existing weights (init_from), those in FINETUNE. Ctrl-C saves the run and stops
 it. To resume the run, repeat the command.
 
 One idea keeps the script simple: the data of a step is a pure function of
-(seed, step). A run can therefore be resumed simply by starting at a later step,
-and the micro-batch size B and the number of GPUs affect only speed and memory.
+(seed, step). A run can therefore be resumed simply by continuing with the next
+step, and the micro-batch size B and the number of GPUs affect only speed and
+memory.
 (Rounding errors depend on both. If dropout is above 0, the dropout masks depend
 on B.)
 
@@ -78,7 +79,7 @@ class Config:
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass; lowered if it does not divide the batch
+    B: int = 64                     # rows per forward pass; lowered if necessary, see fitting_B()
     T: int = 1024                   # tokens per row (the context length)
     # The model: n_layer/n_head/n_embd is 12/12/768 for 124M, 24/16/1024 for 350M, 36/20/1280 for
     # 774M and 48/25/1600 for 1.5B
@@ -86,25 +87,25 @@ class Config:
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
-    init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a model or run folder, or a .pt file
+    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, folder of a run or model, .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
-    max_lr: float = 6e-4            # peak learning rate; for fine-tuning, see FINETUNE
+    max_lr: float = 6e-4            # peak learning rate; with FINETUNE, the default is 0.1 / n_embd
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
-    epochs: float = 0.0             # passes over the data; if above 0, this sets max_steps
-    minutes: float = 0.0            # if above 0, this sets max_steps to what fits into this time
+    epochs: float = 0.0             # passes over the data; if above 0, max_steps follows from it
+    minutes: float = 0.0            # training time; if above 0, max_steps is what fits into it
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations
-    val_tokens: int = 10485760      # number of tokens read per validation, always the same ones
-    hellaswag_every: int = 250      # steps between HellaSwag scores
-    sample_every: int = 1000        # steps between samples; one GPU samples, the others wait
+    val_tokens: int = 10485760      # tokens per validation; each validation reads the same ones
+    hellaswag_every: int = 250      # steps between evaluations on HellaSwag
+    sample_every: int = 1000        # steps between samples; one GPU samples while the others wait
     sample_prompt: str = "Hello, I'm a language model,"  # prompt for the samples
     sample_tokens: int = 64         # number of tokens per sample, not counting the prompt
     temperature: float = 1.0        # higher is more random; 0 always takes the most likely token
@@ -128,34 +129,33 @@ SMALL = dict(
 
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
 # shape and the encoding. FINETUNE has no max_lr and no T, since good values depend on the model:
-# constants_set_by_model() computes them. If you add them here, your values are used instead
+# max_lr is 0.1 / n_embd, and T is as long as the model allows, up to 1024. If you add max_lr or T
+# here, your value is used instead
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
     sample_tokens=100, save_every=10, keep_every=0, log_dir="log_finetune")
 
-# ---- Initial weights. The random numbers of a weight depend only on the seed and on its name (for
+# ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
-# weights are drawn in two steps: draw_later() marks the weight of a layer, and when GPT.__init__
-# has built all layers, init_weights() draws the marked weights.
+# weights are drawn in two steps. draw_later() fills the weight of a layer with PLACEHOLDER. When
+# GPT.__init__ has built all layers, init_weights() replaces these values with random numbers.
 #
-# For edits: draw_later() sets all elements of the weight to PLACEHOLDER, and init_weights() draws
-# only those that still have this value. So you can set elements to other values in between.
-# PLACEHOLDER is so large that check_parameters() can report a weight that was scaled or copied
-# before it was drawn
+# For edits: PLACEHOLDER is so large that it stands out even in a weight that was scaled, or copied
+# from another weight, before init_weights() was called. check_parameters() reports such weights
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
-    """Mark a layer's weight to be drawn by init_weights(). Set its bias to 0. Return the layer.
+    """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
-    std: the weight is drawn from Normal(0, std).
+    Its bias is set to 0.
 
-    For edits: you may set elements of the weight to other values after this call. You must not
-    scale or copy the weight before init_weights() has drawn it. If you do, check_parameters()
-    reports this before the first step.
+    For edits: you may set elements of the weight to other values after this call, and they keep
+    these values. You must not scale or copy the weight before init_weights() has drawn it. If you
+    do, check_parameters() reports this before the first step.
     """
-    layer.weight.init_std = std  # the mark
+    layer.weight.init_std = std
     nn.init.constant_(layer.weight, PLACEHOLDER)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
@@ -163,16 +163,19 @@ def draw_later(layer, std=0.02):
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Draw the weights that draw_later() has marked. They depend only on the seed and the name."""
+    """Draw the weights that draw_later() has prepared.
+
+    The random numbers depend only on the seed and on the names of the weights.
+    """
     for name, p in model.named_parameters():  # a weight that two layers share is listed once
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # For edits: an element that you have set to another value keeps it
+            # For edits: an element that was set to another value keeps it
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
-    """Return a seed that is a function of numbers and names, for example (seed, "wte.weight")."""
+    """Return a seed that is derived from numbers and names, as in seed_from(cfg.seed, "wte")."""
     numbers = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key]
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
@@ -182,12 +185,12 @@ class GPTConfig:
     """The constants of a model, with GPT-2's as defaults.
 
     For a new model, block_size is T in Config, n_vocab and vocab_size come from the encoding, and
-    all others have the values in Config. If training starts from existing weights, the weights
-    determine all constants except dropout.
+    all other constants have the values in Config. If training starts from existing weights, the
+    weights determine all constants except dropout.
     """
     block_size: int = 1024   # longest context, in tokens
-    n_vocab: int = 50257     # number of token ids (transformers calls this number vocab_size)
-    vocab_size: int = 50304  # n_vocab rounded up by padded(); nanoGPT also uses this name for it
+    n_vocab: int = 50257     # number of token ids
+    vocab_size: int = 50304  # rows of the embedding: n_vocab rounded up, see padded()
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -205,7 +208,8 @@ class GPTConfig:
 def padded(n_vocab):
     """Return n_vocab rounded up to a multiple of 128, because GPUs are faster with such sizes.
 
-    The embedding has this many rows. The padding rows are never used or predicted.
+    The embedding has this many rows. The padding rows are never used or predicted. (As in nanoGPT,
+    this number is called vocab_size. In transformers, vocab_size is the number of token ids.)
     """
     return math.ceil(n_vocab / 128) * 128
 
@@ -345,7 +349,7 @@ class GPT(nn.Module):
         if the weights cannot be read or do not fit the model.
         """
         weights = source if isinstance(source, Weights) else read_weights(str(source))
-        model = cls(stored_gpt_config(weights.info, constants))
+        model = cls(weights.info.make_gpt_config(constants))
         load_weights(model, weights)
         return model
 
@@ -362,7 +366,8 @@ def build_model(cfg, gpt_config):
     with .to(idx.device).
     """
     torch.manual_seed(cfg.seed)  # For edits: layers without draw_later() use torch's generator
-    return GPT(gpt_config, cfg.seed)
+    model = GPT(gpt_config, cfg.seed)
+    return model
 
 # ---- Data
 class DataLoaderLite:
@@ -370,17 +375,17 @@ class DataLoaderLite:
 
     The model reads the first T tokens of a piece and predicts the last T. The pieces of a shard
     begin at its tokens 0, T, 2 T and so on, so the last token of a piece is also the first token of
-    the next one. (With `recut`, they begin at different tokens in each epoch.)
+    the next one. (With `recut`, all pieces of an epoch except the first begin a few tokens earlier,
+    and each epoch has a different number. A small text then yields new pieces in each epoch.)
 
     An epoch reads each piece once, one shard after another. With `shuffle`, both the order of the
-    shards and the order of the pieces in a shard are random, and are drawn from (seed, epoch). The
-    pieces are called rows in the order in which they are read: row n is the piece that is read
-    after n others, counted over all epochs. For example, if the shards have 12 pieces, then epoch 0
-    reads them as rows 0 to 11, and epoch 1 reads the same pieces, in a different order, as rows 12
-    to 23.
+    shards and the order of the pieces in a shard are random, and are drawn from (seed, epoch). A
+    row number counts pieces in the order in which they are read, over all epochs. For example, if
+    the shards have 12 pieces, then epoch 0 reads them as rows 0 to 11, and epoch 1 reads the same
+    pieces, in a different order, as rows 12 to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
-    UserError. recut: used for text files, so that a small text yields new rows in each epoch.
+    UserError.
     """
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
@@ -394,11 +399,11 @@ class DataLoaderLite:
         """Return the index of the shard that a row is read from, and the token at which it begins.
 
         Example: T is 8, and shards 0, 1 and 2 have 30, 50 and 40 pieces, 120 in total. Row 765
-        belongs to epoch 6, which begins with row 720, so 45 of its pieces are read before row 765.
-        Suppose epoch 6 reads the shards in the order 2, 0, 1. Then these are the 40 pieces of shard
-        2 and the first 5 pieces of shard 0, in its random order. The next one in this order is,
-        say, piece 17, which begins at token 136. (The comments below give the values in this
-        example.)
+        belongs to epoch 6, which begins with row 720, so this epoch has read 45 pieces before it.
+        Suppose epoch 6 reads the shards in the order 2, 0, 1. Then the 45 pieces are all 40 pieces
+        of shard 2 and 5 pieces of shard 0. So row 765 is piece number 5 (counted from 0) in the
+        random order of shard 0. Suppose this is piece 17 of the shard. It begins at token 136. (The
+        comments below give the values in this example.)
         """
         epoch, n_read = divmod(row, self.rows_per_epoch)          # 6, 45
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1
@@ -410,9 +415,9 @@ class DataLoaderLite:
         piece_order = order_of(n_pieces, self.shuffle, self.seed, epoch, shard)
         start = int(piece_order[n_read_of_shard]) * self.T        # 17 * 8 = 136
         if self.recut:
-            # In this epoch, pieces begin `shift` tokens earlier, where shift < T. (The first piece
-            # cannot, so it overlaps the second one.) With the factor 0.618, the shifts of
-            # consecutive epochs are very different
+            # In this epoch, pieces begin `shift` tokens earlier, where shift < T. The first piece
+            # cannot begin earlier, so it overlaps the second one. With the factor 0.618, the shifts
+            # of consecutive epochs are very different
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -565,6 +570,20 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
+def store_initial_values(optimizers):
+    """Store the values that each optimizer group was built with in group["initial"].
+
+    build_state() calls this function when the optimizers have been built. step_optimizers() then
+    derives a group's learning rate from its initial one. When a run is resumed, the initial values
+    show which values training has changed (see "Checkpoints of optimizers"). A group that already
+    has the entry is left unchanged.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
 # ---- Training
 @dataclass
 class State:
@@ -573,20 +592,23 @@ class State:
     Everything that later steps depend on, apart from constants and data, must be an attribute of
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
-    state_dict(), or a list of such objects. Any other attribute raises an error before the first
-    step. To change the weights with which a run begins, or to copy them into an attribute, add a
-    method __post_init__(self) to this class. When it is called in a new run, the model has its
-    initial weights or, with init_from, the pretrained ones. When a run is resumed, the checkpoint
-    is loaded after this method, and replaces the weights and the attributes.
+    state_dict(), or a list of such objects. An attribute of any other type causes an error before
+    the first step. (Attributes that train_step() creates are also saved and restored, unless they
+    are dicts.)
 
-    raw_model is the GPT without the DDP wrapper. If it is compiled, this is done in place, by
-    raw_model.compile(), so raw_model(idx) runs the compiled code.
+    To change the weights with which a run begins, or to copy them into an attribute, add a method
+    __post_init__(self) to this class. When it is called in a new run, the model has its initial
+    weights or, with init_from, the pretrained ones. When a run is resumed, the checkpoint is loaded
+    after this method, and replaces the weights and the attributes.
+
+    raw_model is the GPT without the DDP wrapper. raw_model.compile() compiles it in place, so
+    raw_model(idx) then runs the compiled code.
     """
     raw_model: nn.Module
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time so far, for log.txt; see add_time()
+    minutes: float = 0.0          # time spent on these steps, see add_time(); written to log.txt
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -616,8 +638,8 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
-    hellaswag_data: object        # a hellaswag.Prepared, or None if HellaSwag is not scored
-    folder: "RunFolder | None"    # writes to log_dir; None in a Run that only serves to time steps
+    hellaswag_data: object        # a hellaswag.Prepared; None without evaluation on HellaSwag
+    folder: "RunFolder | None"    # writes to log_dir; None during the trial steps of --minutes
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -659,8 +681,8 @@ def read_step(run):
     cfg, step = run.cfg, run.state.step
     check_rows_of_step(cfg, step)  # For edits: rows_before() may have been edited
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
-    my_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
-    return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in my_rows]
+    first_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
+    return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
 
 def counts_relative_to_mean(batches):
     """Return a weight for the loss of each micro-batch. It is 1 unless an edit masks targets.
@@ -720,13 +742,12 @@ def train_step(run):
 def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
-    A group that configure_optimizers() built with max_lr gets the learning rate from get_lr(). A
+    A group that configure_optimizers() built with lr=max_lr gets the learning rate from get_lr(). A
     group that was built with a different lr, such as Muon's, follows the same curve, scaled.
     """
+    store_initial_values(state.optimizers)  # For edits: has an effect if training has added a group
     for optimizer in state.optimizers:
-        store_initial_values(optimizer)  # For edits: has an effect only if training added a group
         for group in optimizer.param_groups:
-            # group["initial"] holds the values that the group was built with
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
@@ -745,8 +766,9 @@ def due(every, run):
 def train(run):
     """Train until max_steps is reached or a signal arrives, and then finish the run.
 
-    Before each step, save and evaluate if this is due. Steps are counted from 0. The evaluation
-    that is logged as step n shows the model after n steps, and the training loss of step n follows.
+    Before each step, save and evaluate if this is due. Steps are counted from 0. So the validation
+    loss that is logged as step n is that of the model after n steps, and the training loss that is
+    logged as step n is that of the step which this model takes next.
     """
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
@@ -844,16 +866,17 @@ def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
-    set to its saved value, even if State does not have it yet: train_step() may have created it.
+    set to its saved value. State may lack it so far, since train_step() may have created it.
 
-    For edits: if the code has changed since `saved` was saved, some values cannot be restored.
-    Raise ValueError in two cases:
+    For edits: if the code has changed since the checkpoint was written, some values cannot be
+    restored. Raise ValueError in two cases:
 
     - State has an object or a tensor that was not saved. It may be a copy of pretrained weights,
       which are not loaded again when a run is resumed, so its initial value may be wrong. (A number
       that was not saved keeps its initial value.)
-    - A dict was saved, and State has neither a dict nor an object in its place. It is probably the
-      state_dict() of an object that the code no longer creates.
+    - A dict was saved, and State has neither a dict nor an object with this name. It is probably
+      the state_dict() of an object that the code no longer creates. (So a dict that train_step()
+      creates cannot be restored.)
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
@@ -900,16 +923,6 @@ def moved(content, device):
 #
 # (Training also changes lr. But step_optimizers() computes it anew in each step, from the lr in
 # "initial")
-def store_initial_values(optimizer):
-    """Store the hyperparameters that each group of a new optimizer was built with.
-
-    They are stored in group["initial"]. A group that has this entry already keeps it.
-    """
-    for group in optimizer.param_groups:
-        if "initial" not in group:
-            group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                if name not in ("params", "param_names")}
-
 def changed_values(group):
     """Return the entries of an optimizer group that differ from those in group["initial"].
 
@@ -936,7 +949,7 @@ def load_optimizer(optimizer, content):
         raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
                          f"{class_name}")
     groups_of_code = optimizer.state_dict()["param_groups"]
-    device = optimizer.param_groups[0]["params"][0].device  # torch moves only the state to it
+    device = optimizer.param_groups[0]["params"][0].device  # torch moves only the state there
     groups = [of_code | moved(saved, device)
               for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
     optimizer.load_state_dict(content | {"param_groups": groups})
@@ -962,7 +975,7 @@ def read_checkpoint(path, mmap=True):
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         if "gpt_config" not in content:
             raise ValueError("this script did not write it")
-    except Exception as e:  # a damaged file may raise anything
+    except Exception as e:  # reading a damaged file may raise any exception
         raise UserError(f"{path} cannot be read as a checkpoint ({first_line(e)}).") from None
     return in_todays_form(content)
 
@@ -971,36 +984,40 @@ def newest_checkpoint(folder):
 
     Raise UserError if all checkpoints are damaged.
     """
-    found = find_checkpoints(folder)
-    for path in found.values():
-        try:
-            read_checkpoint(path)  # raises UserError if it is damaged
-            return path
-        except UserError as e:
-            print0(f"{e} Trying the previous checkpoint.")
-    if found:
-        raise UserError(f"Every checkpoint in {folder}/ is damaged: choose a different --log_dir.")
+    return first_undamaged(list(find_checkpoints(folder).values()), folder)
 
 def checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    Normally this is the newest checkpoint. But if the validation loss has risen again, so that the
-    last checkpoint that was validated does not have the lowest loss (overfitting), return the one
-    with the lowest loss. Skip damaged checkpoints. Return None if there is no checkpoint.
+    This is the newest checkpoint, unless the model has overfitted: if the last checkpoint that was
+    validated does not have the lowest validation loss, return the one that has it. Skip damaged
+    checkpoints. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)
+    paths = list(found.values())
     # The validation losses of the steps that have a checkpoint
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
-    best_step = min(losses.keys(), key=losses.get, default=None)
-    last_validated_step = max(losses.keys(), default=None)
-    if best_step != last_validated_step:  # the loss has risen again
-        path = found[best_step]
+    if losses:
+        best_step, last_step = min(losses, key=losses.get), max(losses)
+        if best_step != last_step:
+            paths.remove(found[best_step])
+            paths.insert(0, found[best_step])  # try this one first
+    return first_undamaged(paths, folder)
+
+def first_undamaged(paths, folder):
+    """Return the first path of an undamaged checkpoint, or None if there are no paths.
+
+    Raise UserError if all checkpoints are damaged.
+    """
+    for path in paths:
         try:
             read_checkpoint(path)  # raises UserError if it is damaged
             return path
         except UserError as e:
-            print0(f"{e} It had the lowest validation loss. The newest checkpoint is used instead.")
-    return newest_checkpoint(folder)
+            print0(f"{e} Trying another checkpoint.")
+    if paths:
+        raise UserError(f"Every checkpoint in {folder}/ is damaged: choose a different --log_dir.")
+    return None
 
 def read_run_json(folder):
     """Return the content of a run's run.json."""
@@ -1019,7 +1036,8 @@ def read_metrics(folder):
 def in_todays_form(content):
     """Convert the content of a checkpoint to the current format, and return it.
 
-    A checkpoint has no version number, so its entries show which conversions it needs.
+    A checkpoint has no version number, so its entries show how old it is. Each of the following
+    functions converts one older format to the next newer one.
     """
     if "model" in content:
         content = rename_entries(content)
@@ -1031,10 +1049,7 @@ def in_todays_form(content):
     return content
 
 def rename_entries(content):
-    """Rename the entries of a checkpoint that was written until 23 November 2026.
-
-    Its attributes of State are at the top level, from where move_into_state() moves them.
-    """
+    """Convert a checkpoint written until 23 November 2026: some entries had other names."""
     content = dict(content)
     # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
     # "trained", held those of raw_model
@@ -1048,23 +1063,22 @@ def rename_entries(content):
     return content
 
 def move_into_state(content):
-    """Return the content with the attributes of State moved into an entry named "state".
+    """Convert a checkpoint written until 24 November 2026.
 
-    Until 24 November 2026, they were stored at the top level.
+    The attributes of State were stored at the top level, not in an entry named "state".
     """
     others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
     state = {name: value for name, value in content.items() if name not in others}
     return {name: content[name] for name in others if name in content} | {"state": state}
 
 def leave_out_unchanged(group):
-    """Return an optimizer group with only those values that training has changed.
+    """Convert an optimizer group of a checkpoint written until 25 November 2026.
 
-    A group in the current format is returned as it is. Until 25 November 2026, a checkpoint
-    contained whole groups, with their initial values in "initial", "in_code" or "as_built". (Until
-    23 November, it did not contain the initial values. So all values of such a checkpoint are
-    restored.)
+    It contained all values of a group, and the initial values in an entry of their own. Leave out
+    this entry and the values that training has not changed. A group without such an entry is
+    returned as it is: it is in the current format, or it was saved before 24 November.
     """
-    for name in ("initial", "in_code", "as_built"):
+    for name in ("initial", "in_code", "as_built"):  # the newest name comes first
         if name in group:
             values = {key: value for key, value in group.items() if key != name}
             return changed_values(values | {"initial": group[name]})
@@ -1097,7 +1111,7 @@ def code_checksum():
     return zlib.crc32("\n".join(filter(None, lines)).encode())
 
 def modules_beside(path, seen):
-    """Return the .py files in the folder of `path` that it imports, directly or indirectly.
+    """Return the .py files that a file imports from its own folder, directly or indirectly.
 
     seen: names of modules to leave out.
     """
@@ -1148,7 +1162,7 @@ def load_hugging_face(name):
             # since our embedding is padded
             target[key][:len(weight)].copy_(weight)
         check_same_function(model, hf_model, end_of_text=c.vocab_size - 1)
-    except Exception as e:  # files and networks may raise anything
+    except Exception as e:  # reading files and downloading may raise any exception
         raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
                         f"be loaded as a Hugging Face GPT-2 ({first_line(e)}): check the name."
                         ) from None
@@ -1201,14 +1215,26 @@ def check_same_function(ours, hf_model, end_of_text):
     if not differences.max() < 1e-3:  # also true for NaN
         raise ValueError(f"logits differ by {differences.max():.1%}")
 
-# ---- Weights and constants of a model. Weights given by init_from may come from a different model
-# than the one in this file
+# ---- Weights and constants of a trained model. They may come from an edited copy of this file, or
+# from Hugging Face, so they need not fit the GPT in this file
 @dataclass
 class ModelInfo:
-    """The constants of a model that was trained before, and where its weights are."""
+    """The constants of an already trained model, and the source of its weights."""
     source: str           # the file, folder or hub name of the weights
     gpt_config: dict      # the known constants of its GPTConfig, as a dict
     encoding: str | None  # name of the encoding, or None if it is unknown
+
+    def make_gpt_config(self, constants):
+        """Return the model's GPTConfig. constants: {name: value} that replace or complete it.
+
+        Raise UserError if GPTConfig lacks a constant that the model was trained with.
+        """
+        constants = self.gpt_config | constants
+        if unknown := constants.keys() - asdict(GPTConfig()).keys():
+            raise UserError(f"{self.source} was made with the constant {min(unknown)}, which "
+                            "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the "
+                            "code that the weights were made with.")
+        return GPTConfig(**constants)
 
 @dataclass
 class Weights:
@@ -1257,20 +1283,7 @@ def gpt_config_of_run(cfg, encoding, info=None):
     # For edits: a constant that did not exist when the model was trained also comes from cfg
     from_cfg = {name: value for name, value in in_both.items()
                 if name == "dropout" or name not in info.gpt_config}
-    return stored_gpt_config(info, from_cfg)
-
-def stored_gpt_config(info, replacements):
-    """Return the GPTConfig in a ModelInfo, with some values replaced.
-
-    replacements: {name: value}. Raise UserError if GPTConfig lacks a constant that the model was
-    trained with.
-    """
-    constants = info.gpt_config | replacements
-    if unknown := constants.keys() - asdict(GPTConfig()).keys():
-        raise UserError(f"{info.source} was made with the constant {min(unknown)}, which "
-                        "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the code "
-                        "that the weights were made with.")
-    return GPTConfig(**constants)
+    return info.make_gpt_config(from_cfg)
 
 def load_weights(model, weights):
     """Load weights into a model. Tensors missing from the weights keep the model's values.
@@ -1320,18 +1333,18 @@ class Origin:
     command                                  loads         the model is determined by
     --sample                                 weights       the weights
     new run from scratch                     nothing       Config
-    resumed run that began from scratch      checkpoint    Config (which must not have changed)
     new run with init_from                   weights       the weights
+    resumed run that began from scratch      checkpoint    Config (which must not have changed)
     resumed run that began with init_from    checkpoint    the checkpoint
     """
     weights: Weights | None = None
     checkpoint: dict | None = None   # as returned by read_checkpoint()
-    info: ModelInfo | None = None    # describes the model, unless Config determines it (then None)
+    info: ModelInfo | None = None    # describes the model; None if Config determines the model
 
 def run_command(flags):
     """Train, or print samples. flags: {name: text} of the flags that were given."""
     # The device comes first, because it determines how processes communicate
-    device = pick_device(flags.get("device", Config.device))
+    device = set_up_device(flags.get("device", Config.device))
     if "RANK" in os.environ:
         join_processes(device)
     cfg, origin, first_lines = resolve_config(flags, device)
@@ -1354,11 +1367,12 @@ def resolve_config(flags, device=torch.device("cpu")):
        on a text file
     3. the flags, {name: text}
     4. the ModelInfo, if weights or a checkpoint determine the model (see Origin): it sets the
-       model's shape and the encoding, and a flag that contradicts it raises UserError. With
-       FINETUNE, it also sets max_lr and T, unless FINETUNE or a flag sets these
+       model's shape and the encoding, and a flag that contradicts it raises UserError. With the
+       preset FINETUNE, it also sets max_lr and T, unless a flag or an entry that was added to
+       FINETUNE does
 
-    Finally, B is lowered if it does not divide the batch. If max_steps depends on `epochs` or
-    `minutes`, final_max_steps() computes it once the data have been opened.
+    Finally, B is lowered if it does not divide a process's share of the batch. If max_steps depends
+    on `epochs` or `minutes`, determine_max_steps() computes it once the data has been opened.
     """
     if "max_steps" in flags:
         # It replaces `epochs` and `minutes` in Config or a preset. But if --epochs or --minutes is
@@ -1382,7 +1396,7 @@ def resolve_config(flags, device=torch.device("cpu")):
 def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
     data = flags.get("data", Config.data)
-    was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit of Config
+    was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit to Config
     if was_chosen or find_shards(data)[0]:
         return data, ""
     return str(Path(__file__).resolve().with_name("input.txt")), (
@@ -1409,7 +1423,10 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def find_origin(cfg, device):
-    """Return the Origin of a command. Raise UserError if the weights cannot be read."""
+    """Return the Origin of a command. Its five cases have the same order as in Origin's docstring.
+
+    Raise UserError if the weights cannot be read.
+    """
     without_init_from = cfg.init_from == "scratch"
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
@@ -1421,20 +1438,22 @@ def find_origin(cfg, device):
         weights = read_weights(cfg.log_dir if without_init_from else cfg.init_from)
         return Origin(weights=weights, info=weights.info)
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if without_init_from:  # a new run (the checkpoint is None) or a resumed one
+    if checkpoint is None and without_init_from:
+        return Origin()
+    if checkpoint is None:
+        weights = read_weights(cfg.init_from)
+        return Origin(weights=weights, info=weights.info)
+    if without_init_from:
         return Origin(checkpoint=checkpoint)
-    if checkpoint:  # a resumed run that began with init_from
-        return Origin(checkpoint=checkpoint, info=info_in_checkpoint(checkpoint, cfg.log_dir))
-    weights = read_weights(cfg.init_from)  # a new run with init_from
-    return Origin(weights=weights, info=weights.info)
+    return Origin(checkpoint=checkpoint, info=info_in_checkpoint(checkpoint, cfg.log_dir))
 
 def constants_set_by_model(info, preset_name, flags):
     """Return {name: value} of the constants in Config that a ModelInfo determines.
 
     These are all constants of the model that are also in Config, apart from dropout. The encoding
     is included if its name is known. T is not included, since rows may be shorter than block_size
-    (check_model_fits() checks this). But with FINETUNE, T and max_lr are derived from the model,
-    unless FINETUNE or a flag sets them.
+    (check_model_fits() checks this). But with the preset FINETUNE, T and max_lr are derived from
+    the model, unless a flag or an entry that was added to FINETUNE sets them.
     """
     names = asdict(Config()).keys() - {"dropout"}
     values = {name: value for name, value in info.gpt_config.items() if name in names}
@@ -1506,12 +1525,13 @@ def check_config(cfg):
                         f"--total_batch_size={fitting}.")
 
 def fitting_B(cfg):
-    """Return the largest B, at most cfg.B, that evenly divides a process's share of a step."""
+    """Return the largest B, at most cfg.B, that evenly divides a process's share of a batch."""
     rows = max(1, rows_of_step(cfg, 0) // world_size())
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
-# ---- Processes and the machine. torchrun starts one process per GPU and numbers them. "auto"
-# chooses what is fast on this machine. If a GPU cannot be used, a message says why
+# ---- Processes and the machine. torchrun starts one process per GPU and gives each a number, its
+# rank. The value "auto" of device, dtype and compile selects what is fast on this machine. If a GPU
+# cannot be used, a message gives the reason
 def rank():
     """Return this process's rank, counted from 0. Only rank 0 prints and writes files."""
     return int(os.environ.get("RANK", 0))
@@ -1576,10 +1596,10 @@ def catch_signals(event):
 OTHER_TORCH = ("a torch build that supports old GPUs and drivers: pip install 'torch<2.15' "
                "--index-url https://download.pytorch.org/whl/cu126")
 
-def pick_device(name):
-    """Choose the torch.device for a name and prepare it for training.
+def set_up_device(name):
+    """Return the torch.device with this name ("auto" chooses one), prepared for training.
 
-    On a GPU, select it and allow TF32. On a CPU, speed up memory allocation. Raise UserError if the
+    Select a GPU and allow TF32 on it. On a CPU, speed up memory allocation. Raise UserError if the
     device cannot be used.
     """
     # Often the driver is too old for the CUDA version that torch was built for. torch.__version__
@@ -1742,7 +1762,8 @@ def tokens_per_byte(loader, encoding, val_tokens):
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # how often each id occurs
     for shard in loader.shards:
         wanted = val_tokens - counts.sum()  # how many tokens are still to be counted
-        targets = open_shard(shard)[1:1 + wanted]  # the first token of a shard is never a target
+        # The first token of a shard is never a target. Once enough are counted, the slice is empty
+        targets = open_shard(shard)[1:1 + wanted]
         # Drop ids beyond the vocabulary. DataLoaderLite reports them when it reads their row
         counts += np.bincount(targets, minlength=len(counts))[:len(counts)]
     n_bytes = sum(counts[token] * len(encoding.decode_single_token_bytes(token))
@@ -1843,7 +1864,7 @@ def lock_run_folder(log_dir):
     return lock
 
 def check_same_training(checkpoint, cfg, fingerprint):
-    """Raise UserError unless this command continues the training of the run that is resumed.
+    """Raise UserError if this command would train differently from the run that it resumes.
 
     The data and all constants must be the same, except that max_steps may grow, the constants in
     FREE_TO_CHANGE may differ, and --max_steps may replace --minutes.
@@ -1858,8 +1879,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
-    # `minutes` only determines max_steps, so if it is 0 now, comparing max_steps is enough. If it is
-    # above 0, final_max_steps() has kept the old max_steps, so a new value would have no effect
+    # A command without `minutes` may continue a run that had it, because `minutes` only determined
+    # max_steps. (But a new value of `minutes` is an error, since max_steps is not measured again)
     if cfg.minutes == 0:
         changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
@@ -1892,16 +1913,14 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Record this start in run.json, and open log.txt for appending from `step` on.
 
-        First, rename files in log_dir that will no longer belong to this run. If the run is not
-        resumed (continues=False), these are the log and the export of an earlier run that has left
-        no checkpoint. If a finished run is trained further, this is its export.
+        continues: whether a run is resumed.
         """
         if rank() != 0:
             return
-        if not continues:
+        if not continues:  # an earlier run may have ended before its first checkpoint
             self.set_aside("log.txt")
             self.set_aside("hf")
-        elif step < self.cfg.max_steps:  # the exported model will be trained further
+        elif step < self.cfg.max_steps:  # a finished run is trained further
             self.set_aside("hf")
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
@@ -2062,7 +2081,7 @@ def set_up(cfg, origin, device):
         check_model_fits(origin.info, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
-    cfg = replace(cfg, max_steps=final_max_steps(cfg, origin, device, loaders))
+    cfg = replace(cfg, max_steps=determine_max_steps(cfg, origin, device, loaders))
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
@@ -2082,7 +2101,7 @@ def check_model_fits(info, cfg, encoding):
                         f"context of {block_size}, but encoding={cfg.encoding} has "
                         f"{encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
 
-def final_max_steps(cfg, origin, device, loaders):
+def determine_max_steps(cfg, origin, device, loaders):
     """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
 
     A resumed run with `minutes` keeps the max_steps that was measured when it began.
@@ -2156,7 +2175,7 @@ def build_run(cfg, origin, device, loaders, folder=None):
 def build_state(raw_model, cfg, dtype):
     """Return the State at step 0.
 
-    Raise UserError if an edit of the model, the optimizers or State is invalid.
+    Raise UserError if an edit to the model, the optimizers or State is invalid.
     """
     muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
     optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
@@ -2164,8 +2183,7 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    for optimizer in state.optimizers:
-        store_initial_values(optimizer)  # now, since a checkpoint may change them
+    store_initial_values(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -2341,8 +2359,8 @@ def report_step(run, step, loss, norm):
     """Report the loss and the gradient norm of a step."""
     cfg, seconds = run.cfg, run.step_seconds[-1]
     rate = rows_of_step(cfg, step) * cfg.T / seconds
-    # Use the median, since a step may have waited for another program. With only two steps,
-    # median_low returns the shorter one, and the first step may include compilation
+    # Use the median, since a step may have waited for another program. Of two steps, median_low
+    # returns the shorter one. This leaves out the first step, which may include compilation
     left = statistics.median_low(run.step_seconds) * (cfg.max_steps - step - 1)
     report(run, step, "train", loss,
            note=f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "
@@ -2450,7 +2468,7 @@ def prepared_hellaswag(cfg, model, encoding):
     """
     if not cfg.hellaswag_every:
         return None
-    import hellaswag  # here, so that hellaswag.py is needed only if HellaSwag is scored
+    import hellaswag  # here, since only this evaluation needs hellaswag.py
     return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
 
 def hellaswag_score(run):
@@ -2477,7 +2495,7 @@ def finish(run, stopped):
         print_result(result)
 
 def save_last_step(run):
-    """Save the current step and wait until this has finished. Raise UserError if it fails."""
+    """Make sure that the run can be resumed from the current step. Raise UserError if it cannot."""
     start_saving(run)
     error = run.folder.wait_for_save()
     if error:

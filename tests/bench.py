@@ -249,7 +249,7 @@ def training_run(**constants):
     t.check_config(cfg)
     cfg = dataclasses.replace(cfg, B=t.fitting_B(cfg))
     origin = t.Origin()
-    run = t.set_up(cfg, origin, t.pick_device(cfg.device))
+    run = t.set_up(cfg, origin, t.set_up_device(cfg.device))
     with run.folder.executor:  # its end waits for a save in progress
         yield run
 
@@ -541,7 +541,7 @@ def ready_side():
 
 def large_model():
     """Return a random 124M model on the CPU, and the autocast context that a run would use."""
-    dtype = t.pick_dtype("auto", t.pick_device("cpu"))
+    dtype = t.pick_dtype("auto", t.set_up_device("cpu"))
     torch.set_grad_enabled(False)
     return t.GPT(t.GPTConfig()), torch.autocast("cpu", dtype, enabled=dtype != torch.float32)
 

@@ -41,12 +41,12 @@ def test_auto_selects_the_fastest_device_that_processes_can_share(monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(ctypes, "CDLL", library := mock.Mock())
-    assert t.pick_device("auto") == torch.device("mps")
+    assert t.set_up_device("auto") == torch.device("mps")
     monkeypatch.setattr(t, "world_size", lambda: 2)
-    assert t.pick_device("auto") == torch.device("cpu")
+    assert t.set_up_device("auto") == torch.device("cpu")
     assert [call.args for call in library().mallopt.mock_calls] == [(-4, 0), (-1, -1)]
     library.side_effect = OSError("libc.so.6: no such file")  # as on macOS
-    assert t.pick_device("cpu") == torch.device("cpu")
+    assert t.set_up_device("cpu") == torch.device("cpu")
 
 def fake_gpus(monkeypatch, number, error=None):
     """Let torch.cuda report this number of GPUs, on which the first kernel may raise `error`."""
@@ -60,22 +60,22 @@ def test_each_process_uses_its_own_gpu_with_tf32(monkeypatch):
     """LOCAL_RANK selects the GPU. If there are fewer GPUs than processes, a message says so."""
     monkeypatch.setenv("LOCAL_RANK", "3")
     fake_gpus(monkeypatch, 4)
-    assert t.pick_device("auto") == torch.device("cuda", 3)
+    assert t.set_up_device("auto") == torch.device("cuda", 3)
     torch.cuda.set_device.assert_called_with(torch.device("cuda", 3))
     torch.set_float32_matmul_precision.assert_called_with("high")
     fake_gpus(monkeypatch, 2)  # NCCL itself would only report "invalid usage"
     with pytest.raises(t.UserError, match=r"no cuda:3: torch sees 2 GPU.*--nproc_per_node"):
-        t.pick_device("auto")
+        t.set_up_device("auto")
 
 def test_a_gpu_that_torch_has_no_code_for_is_reported(monkeypatch):
     """The first kernel is tried at the start. If it fails, a message names the GPU and a remedy."""
     fake_gpus(monkeypatch, 1)
-    assert t.pick_device("cuda") == torch.device("cuda", 0)
+    assert t.set_up_device("cuda") == torch.device("cuda", 0)
     torch.ones.assert_called_once_with(1, device=torch.device("cuda", 0))
     fake_gpus(monkeypatch, 1, torch.AcceleratorError("CUDA error: no kernel image\nFor debugging"))
     said = r"fails on Old \(CUDA error: no kernel image\)\. If .* install"
     with pytest.raises(t.UserError, match=said):
-        t.pick_device("cuda")
+        t.set_up_device("cuda")
 
 def test_a_gpu_that_torch_does_not_see_is_reported(tmp_path, monkeypatch, capsys):
     """If nvidia-smi is installed but torch sees no GPU, a line says why the CPU is used.
@@ -87,13 +87,13 @@ def test_a_gpu_that_torch_does_not_see_is_reported(tmp_path, monkeypatch, capsys
     said = f"torch {re.escape(torch.__version__)} sees no GPU. Install a newer dr"
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert t.pick_device("auto") == torch.device("cpu")
+    assert t.set_up_device("auto") == torch.device("cpu")
     assert re.match(f"!!! Training on the CPU: {said}", capsys.readouterr().out)
     with pytest.raises(t.UserError, match=f"device=cuda:0: {said}"):
-        t.pick_device("cuda")
+        t.set_up_device("cuda")
     says = "device=xla is unknown: use auto, cuda, cuda:1, mps or cpu"
     with pytest.raises(t.UserError, match=says):
-        t.pick_device("xla")
+        t.set_up_device("xla")
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
