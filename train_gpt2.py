@@ -906,8 +906,8 @@ def moved(content, device):
     """Return nested content with its tensors on a device."""
     if isinstance(content, dict):
         return {key: moved(part, device) for key, part in content.items()}
-    if isinstance(content, list):
-        return [moved(part, device) for part in content]
+    if isinstance(content, (list, tuple)):
+        return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
 # ---- Checkpoints of optimizers. When a run is resumed, the hyperparameters of optimizer groups
@@ -922,7 +922,7 @@ def moved(content, device):
 #     group of the resumed run    momentum=0.8, k=700
 #
 # (Training also changes lr. But step_optimizers() computes it anew in each step, from the lr in
-# "initial")
+# "initial". A hyperparameter that is a tensor always comes from the checkpoint)
 def changed_values(group):
     """Return the entries of an optimizer group that differ from those in group["initial"].
 
@@ -949,7 +949,8 @@ def load_optimizer(optimizer, content):
         raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
                          f"{class_name}")
     groups_of_code = optimizer.state_dict()["param_groups"]
-    device = optimizer.param_groups[0]["params"][0].device  # torch moves only the state there
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device if parameters else None  # torch moves only the state there
     groups = [of_code | moved(saved, device)
               for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
     optimizer.load_state_dict(content | {"param_groups": groups})
@@ -1044,8 +1045,9 @@ def in_todays_form(content):
     if "state" not in content:
         content = move_into_state(content)
     for optimizer in content["state"].get("optimizers", []):
-        optimizer["param_groups"] = [leave_out_unchanged(group)
-                                     for group in optimizer["param_groups"]]
+        if "class" in optimizer:  # content_of_optimizer() wrote it, and not an object of an edit
+            optimizer["param_groups"] = [leave_out_unchanged(group)
+                                         for group in optimizer["param_groups"]]
     return content
 
 def rename_entries(content):

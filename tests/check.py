@@ -634,7 +634,7 @@ class Check:
     def check_tokens(self):
         embedded, counted = self.base.report["embedded"], self.base.report["tokens"]
         if not embedded:
-            raise Unchecked("transformer.wte is not called with token ids")
+            raise Unchecked("in training mode, transformer.wte is not called with token ids")
         if embedded < counted:
             return broken("the model reads fewer tokens than State.tokens counts",
                           f"In {self.plan.options.steps} steps, transformer.wte was given "
@@ -654,7 +654,8 @@ class Check:
                           f"{both['only_val_rows']} of {both['rows']} training rows are, and they "
                           "are not part of the training data.")
         if not both["rows"]:
-            raise Unchecked(f"rows of less than {SHORTEST_ROW} tokens may be equal by chance")
+            raise Unchecked(f"no forward pass in training mode has rows of {SHORTEST_ROW} or more "
+                            "tokens, and shorter rows may be equal by chance")
         if both["equal_rows"] > 0.05 * both["rows"]:
             return broken("training rows are part of the validation data",
                           f"{both['equal_rows']} of {both['rows']} training rows are.")

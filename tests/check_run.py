@@ -7,7 +7,9 @@ model. It writes its findings, including the notes, to report.json.
 """
 import ast
 import contextlib
+import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -87,7 +89,8 @@ def train_and_report(t, train, run, job):
         report["notes"] = (
             notes_about_schedules(t, run.cfg) + noted(notes_about_longer_runs, t, run.cfg)
             + noted(notes_about_epochs, t, run)
-            + noted(notes_about_muon, run.state) + noted(notes_about_code, inspect.getsource(t)))
+            + noted(notes_about_muon, run.state) + noted(notes_about_code, inspect.getsource(t))
+            + noted(notes_about_constants, t))
     else:
         train(run)
         warnings.simplefilter("ignore")  # only those of training are reported
@@ -318,7 +321,7 @@ def watch_validation(t):
                 loaders.append(value)
         return original(*args, **kwargs)
     if original:
-        t.validation_loss = validation_loss
+        t.validation_loss = functools.wraps(original)(validation_loss)
     return loaders
 
 def watch_clipping(t):
@@ -326,7 +329,8 @@ def watch_clipping(t):
 
     The set gets the ids of the parameters that are given to clip_grad_norm_(). The list gets a pair
     for each step that calls it several times, with different parameters: the norm that train_step()
-    returns, and the norm of the gradients of all these parameters together.
+    returns, and the norm of the gradients of all these parameters together. Steps with other norms
+    than the usual one (norm_type), or in which a gradient is not finite, are left out.
     """
     clipped, norms, calls = set(), [], []
     clip, step = torch.nn.utils.clip_grad_norm_, getattr(t, "train_step", None)
@@ -335,7 +339,8 @@ def watch_clipping(t):
         parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
         clipped.update(map(id, parameters))
         norm = clip(parameters, *args, **kwargs)
-        calls.append((list(map(id, parameters)), norm))
+        is_usual = (args[1] if len(args) > 1 else kwargs.get("norm_type", 2.0)) == 2.0
+        calls.append((list(map(id, parameters)), norm if is_usual else math.nan))
         return norm
 
     def train_step(*args, **kwargs):
@@ -343,12 +348,16 @@ def watch_clipping(t):
         result = step(*args, **kwargs)
         ids = [one for of_call, _ in calls for one in of_call]
         with contextlib.suppress(Exception):  # an edit may return something else
-            if len(calls) > 1 and len(ids) == len(set(ids)):
-                norms.append((float(result[1]), math.hypot(*(float(norm) for _, norm in calls))))
+            _, returned = result
+            pair = float(returned), math.hypot(*(float(norm) for _, norm in calls))
+            if len(calls) > 1 and len(ids) == len(set(ids)) and all(map(math.isfinite, pair)):
+                norms.append(pair)
         return result
     torch.nn.utils.clip_grad_norm_ = clip_grad_norm_
+    for name in [name for name, value in vars(t).items() if value is clip]:  # it was imported
+        setattr(t, name, clip_grad_norm_)
     if step:
-        t.train_step = train_step
+        t.train_step = functools.wraps(step)(train_step)
     return clipped, norms
 
 def watch_seeds(state):
@@ -543,10 +552,6 @@ def notes_about_code(source):
     for name, line in defaults.items():
         notes.append(f"Config.{name} in line {line} is the default, not the value that this run "
                      f"uses. Use cfg.{name}.")
-    unread = sorted(constants_never_read(tree))
-    if unread:
-        notes.append(f"no code reads {', '.join(unread)} of Config. If GPTConfig should get it, "
-                     "use the same name there.")
     for node in tree.body:
         if isinstance(node, ast.ClassDef) and any("Module" in ast.unparse(b) for b in node.bases):
             notes += [f"no call of {node.name}() passes `{name}`, so it always has its default."
@@ -557,16 +562,36 @@ def notes_about_code(source):
                      "variables, which a restart forgets. Make them attributes of State.")
     return notes
 
-def constants_never_read(tree):
-    """Return the names of Config's fields that occur neither as an attribute nor as a string."""
-    config = next((node for node in tree.body
+def notes_about_constants(t):
+    """Return a note on constants of Config that no code reads, not even a module of an edit."""
+    script = Path(t.__file__)
+    files = [script, *t.modules_beside(script, seen={script.stem, "fineweb", "hellaswag"})]
+    unread = constants_never_read([ast.parse(file.read_text(encoding="utf-8")) for file in files])
+    if not unread:
+        return []
+    return [f"no code reads {', '.join(sorted(unread))} of Config. If GPTConfig should get it, use "
+            "the same name there."]
+
+def constants_never_read(trees):
+    """Return the names of Config's fields that the code of some modules does not mention.
+
+    A field is mentioned as an attribute or in a string, such as "lr_head" or f"lr_{part}", but not
+    in a docstring. trees: what ast.parse() returned, with Config in the first.
+    """
+    config = next((node for node in trees[0].body
                    if isinstance(node, ast.ClassDef) and node.name == "Config"), None)
     names = {node.target.id for node in (config.body if config else ())
              if isinstance(node, ast.AnnAssign)}
-    used = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    used |= {node.value for node in ast.walk(tree)
-             if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    return names - used
+    used, docstrings = set(), set()
+    for node in itertools.chain.from_iterable(map(ast.walk, trees)):  # parents come first
+        if isinstance(node, ast.Expr):
+            docstrings.add(node.value)
+        elif isinstance(node, ast.Attribute):
+            used.add(node.attr)
+        elif isinstance(node, ast.Constant) and node not in docstrings:
+            used |= set(re.findall(r"\w+", str(node.value)))
+    prefixes = tuple(word for word in used if word.endswith("_") and len(word) > 2)
+    return {name for name in names - used if not name.startswith(prefixes)}
 
 def arguments_never_passed(tree, node):
     """Return the arguments of a class's __init__ that default to 0, None or False, in each call.
@@ -755,7 +780,7 @@ def notes_about_decay(state):
     decayed = {id(p) for optimizer in state.optimizers for group in optimizer.param_groups
                if group.get("weight_decay") for p in group["params"]}
     names = [name for name, p in state.raw_model.named_parameters()
-             if p.dim() < 2 and id(p) in decayed]
+             if p.dim() < 2 and p.requires_grad and id(p) in decayed]
     if not names:
         return []
     return [f"{len(names)} parameters with fewer than two dimensions are in a group with weight "
@@ -1011,9 +1036,11 @@ def notes_about_auxiliary_gradients(run, nonzero):
         if gradient is None and name in nonzero:
             with torch.no_grad():
                 p.neg_()
-                if not torch.equal(model(x, y)[0], logits):
-                    names.append(name)
-                p.neg_()
+                try:
+                    if not torch.equal(model(x, y)[0], logits):
+                        names.append(name)
+                finally:
+                    p.neg_()
     if not names:
         return []
     return [f"{', '.join(names[:4])} got gradients in training, and the logits in eval mode depend "
@@ -1041,10 +1068,10 @@ def notes_about_clipping(state, clipped, norms):
     left = sum(id(p) not in clipped for p in trained)
     if clipped and left:
         notes.append(f"{left} of {len(trained)} trained parameters are not given to "
-                     "clip_grad_norm_(), so their gradients are not clipped and are not part of "
-                     "the norm that it returns.")
+                     "clip_grad_norm_(), so it does not clip their gradients, and they are not "
+                     "part of the norm that it returns.")
     wrong = [pair for pair in norms if not math.isclose(*pair, rel_tol=1e-2)]
-    if wrong:
+    if wrong and not left:  # an edit may have computed the norm of all gradients by itself
         notes.append(f"train_step() returns {wrong[0][0]:.4g} as the norm of the gradient. The "
                      "norm of the gradients in all calls of clip_grad_norm_() together is "
                      f"{wrong[0][1]:.4g}.")

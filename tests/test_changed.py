@@ -349,6 +349,33 @@ def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
             del group["initial"]
     assert muon_state(old, momentum=0.5).optimizers[1].param_groups[0]["momentum"] == 0.8
 
+def test_optimizers_with_an_empty_group_are_restored():
+    """If an edit freezes the embeddings, Muon has all other matrices, and AdamW has none."""
+    def adamw(parameters):
+        optimizer = torch.optim.AdamW([dict(params=[]), dict(params=parameters)])
+        t.store_initial_values([optimizer])
+        return optimizer
+    for parameters in ([torch.nn.Parameter(torch.ones(1))], []):
+        saved = adamw(parameters)
+        saved.param_groups[1]["k"] = (torch.ones(1), 3)
+        optimizer = adamw(parameters)
+        t.load_optimizer(optimizer, t.content_of_optimizer(saved))
+        assert optimizer.param_groups[1]["k"] == (torch.ones(1), 3)
+
+def test_an_object_around_an_optimizer_is_restored_as_it_was_saved():
+    """The script knows the format of its own optimizers, but not that of other objects."""
+    adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
+    t.store_initial_values([adamw])
+
+    class Lookahead:
+        def state_dict(self):
+            return adamw.state_dict()
+
+        def load_state_dict(self, content):
+            assert content["param_groups"] == adamw.state_dict()["param_groups"]
+    content = {"state": {"optimizers": [t.content_of(Lookahead())]}}
+    t.load_object([Lookahead()], t.in_todays_form(content)["state"]["optimizers"])
+
 def test_hyperparameters_that_state_sets_are_initial_ones(monkeypatch):
     """State.__post_init__, which an edit may define, may add optimizers and change groups."""
     @dataclasses.dataclass

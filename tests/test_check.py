@@ -1,8 +1,6 @@
 """check.py: whole checks of tiny trainings, and the functions that compare and examine runs."""
-import ast
 import contextlib
 import copy
-import inspect
 import math
 import random
 import signal
@@ -406,11 +404,23 @@ def test_values_that_train_keeps_and_defaults_in_part_one_are_noted():
     note, = check_run.notes_about_code(before.format("x = Config.B") + loop.format("pass"))
     assert note.startswith("Config.B in line 3 is the default")
     assert check_run.notes_about_code("def other():\n    Config.T\n") == []
-    config = "class Config:\n    B: int = 1\n    T: int = 2\n    cap: int = 3\n    lr: int = 1\n"
-    reads = before.format("x = cfg.B + run.cfg.T") + loop.format("print('cap')")
-    note, = check_run.notes_about_code(config + reads)
-    assert note.startswith("no code reads lr of Config.")
-    assert check_run.constants_never_read(ast.parse(inspect.getsource(train_gpt2))) == set()
+
+def test_constants_that_nothing_reads_are_noted(tmp_path, monkeypatch):
+    """They may be read in a module of the user's own, and by a name that is put together."""
+    script = tmp_path / "edited.py"
+    script.write_text(
+        "import lion, outside\n"
+        "class Config:\n"
+        "    B: int = 1\n    cap: int = 3\n    beta: int = 1\n    lr_a: int = 1\n"
+        "    rate: float = 1.0\n"
+        "def f(cfg, part):\n"
+        "    'Use the rate.'\n"
+        "    return cfg.B + getattr(cfg, 'cap') + getattr(cfg, f'lr_{part}')\n")
+    (tmp_path / "lion.py").write_text("def g(cfg):\n    return cfg.beta\n")
+    module = types.SimpleNamespace(__file__=str(script), modules_beside=train_gpt2.modules_beside)
+    note, = check_run.notes_about_constants(module)
+    assert note.startswith("no code reads rate of Config.")
+    assert check_run.notes_about_constants(train_gpt2) == []
 
 class Unregistered(torch.nn.Module):
     """A model that holds parts of which torch does not know, and parts that are right."""
@@ -582,8 +592,24 @@ def clip_twice(model):
     torch.nn.utils.clip_grad_norm_(model.parameters(), 9.0)
     return clip_at_once(model)
 
+def clip_some(model):
+    """The norm of all gradients is computed in another way."""
+    for p in (model.weight[:1], model.weight[1:]):
+        p.grad = torch.ones_like(p)
+        torch.nn.utils.clip_grad_norm_(p, 9.0)
+    return torch.tensor(3.0)
+
+def clip_by_largest(model):
+    norms = [torch.nn.utils.clip_grad_norm_(p, 9.0, float("inf")) for p in model.parameters()]
+    return max(norms)
+
+def clip_not_a_number(model):
+    model.bias.grad[:] = math.nan
+    return clip_each(model)
+
 @pytest.mark.parametrize("clip, says", [
-    (clip_at_once, None), (clip_each, None), (clip_twice, None),
+    (clip_at_once, None), (clip_each, None), (clip_twice, None), (clip_by_largest, None),
+    (clip_not_a_number, None), (clip_some, "2 of 2 trained parameters are not given to"),
     (clip_each_and_return_the_last, "train_step() returns 1 as the norm of the gradient. The "),
     (lambda model: torch.nn.utils.clip_grad_norm_(model.bias, 9.0),
      "1 of 2 trained parameters are not given to clip_grad_norm_()")])
@@ -592,9 +618,15 @@ def test_gradients_that_are_not_clipped_and_wrong_norms_are_noted(monkeypatch, c
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
     model = torch.nn.Linear(2, 1)
     model.weight.grad, model.bias.grad = torch.ones(1, 2), torch.ones(1)
-    script = types.SimpleNamespace(train_step=lambda run: (0.0, clip(model)))
+    def train_step(run):
+        train_step.calls += 1
+        return 0.0, clip(model)
+    train_step.calls = 0
+    script = types.SimpleNamespace(train_step=train_step, clip=torch.nn.utils.clip_grad_norm_)
     clipped, norms = check_run.watch_clipping(script)
+    script.train_step.calls = 0  # an edit may use attributes of its functions
     script.train_step(None)
+    assert script.clip is torch.nn.utils.clip_grad_norm_
     state = types.SimpleNamespace(raw_model=model)
     notes = check_run.notes_about_clipping(state, clipped, norms)
     assert len(notes) == bool(says) and all(note.startswith(says) for note in notes)
@@ -608,6 +640,8 @@ def test_biases_and_gains_with_weight_decay_are_noted():
         notes = check_run.notes_about_decay(state)
         assert len(notes) == bool(decay_of_bias)
     assert "with weight decay: bias." in notes[0]
+    model.bias.requires_grad_(False)
+    assert check_run.notes_about_decay(state) == []
 
 class Model(torch.nn.Module):
     """Logits follow from the last token. generate() may add `skew` to them."""
