@@ -321,7 +321,7 @@ def read_batches(urls, start_file, start_row):
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
-        texts = []  # the texts read so far in the current batch; after an error, they are counted
+        texts = []  # those of the current batch so far; their number shows where an error occurs
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
@@ -463,12 +463,13 @@ def signals_postponed():
 
     At the end, raise the signals that this process has received in the meantime.
     """
-    # A child process inherits the block, and keeps it. For this process, a block is not enough: it
-    # applies to one thread only, and the system might deliver a signal to another thread, which a
-    # library has started. So also install handlers that record signals.
+    # For this process, install handlers that only record signals. (Blocking them would not be
+    # enough. It applies to one thread, and the system might deliver a signal to another thread,
+    # which a library has started.)
     received, usual_handlers = [], {}
     for number in STOP_SIGNALS:
         usual_handlers[number] = signal.signal(number, lambda number, _: received.append(number))
+    # For child processes, block signals in this thread. They inherit the block, and keep it.
     can_block = hasattr(signal, "pthread_sigmask")  # false on Windows
     if can_block:
         # Multiprocessing unblocks signals when it starts its resource tracker, so start it first.
@@ -554,9 +555,10 @@ def settings_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # If the corpus ends in the last shard, end_file is the number of files that the corpus had.
-    # Files that are added later then change these settings, and find_finished() refuses to continue
-    # after a last shard that is not full.
+    # end_file is the index of the file in which the last shard ends. But if this shard ends at the
+    # end of the corpus, end_file is the number of files that the corpus had. A file that is added
+    # later then has the index end_file, and is also included. So the settings differ, and
+    # find_finished() refuses to add shards after the last one, which is not full.
     end_file = shards[-1].end.file_number if shards else -1
     for number, (url, size) in enumerate(files[:end_file + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"

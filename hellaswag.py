@@ -124,12 +124,16 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # An ending such as "he sings" follows the context after a space, so the tokens of " he sings"
-    # are needed. But some tokenizers add a start token or another space at the beginning of every
-    # text. So encode "a he sings", and remove the tokens that encode("a") also has.
-    n_tokens_of_a = len(encode("a"))
-    endings = [encode(f"a {ending}")[n_tokens_of_a:] for ending in example["endings"]]
+    endings = [encode_after_space(ending, encode) for ending in example["endings"]]
     return encode(example["ctx"]), endings
+
+def encode_after_space(text, encode):
+    """Return the token ids that a text has if it follows another text and a space.
+
+    These are not always encode(" " + text), because some tokenizers add a start token or another
+    space at the beginning of every text. So encode "a " + text, and leave out the tokens of "a".
+    """
+    return encode(f"a {text}")[len(encode("a")):]
 
 def collate(rows):
     """Pad R rows with 0 to the length N of the longest one.

@@ -143,7 +143,8 @@ FINETUNE = dict(
 # GPT.__init__ has built all layers, init_weights() replaces these values with random numbers.
 #
 # For edits: PLACEHOLDER is so large that it stands out even in a weight that was scaled, or copied
-# from another weight, before init_weights() was called. check_parameters() reports such weights
+# from another weight, before init_weights() was called. Before the first step, the script reports
+# any weight with such large values (see check_parameters)
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -153,7 +154,7 @@ def draw_later(layer, std=0.02):
 
     For edits: you may set elements of the weight to other values after this call, and they keep
     these values. You must not scale or copy the weight before init_weights() has drawn it. If you
-    do, check_parameters() reports this before the first step.
+    do, the script reports this before the first step.
     """
     layer.weight.init_std = std
     nn.init.constant_(layer.weight, PLACEHOLDER)
@@ -348,10 +349,7 @@ class GPT(nn.Module):
         dropout=0.1. Parameters missing from the weights keep their initial values. Raise UserError
         if the weights cannot be read or do not fit the model.
         """
-        weights = source if isinstance(source, Weights) else read_weights(str(source))
-        model = cls(weights.info.make_gpt_config(constants))
-        load_weights(model, weights)
-        return model
+        return load_pretrained(source, constants)
 
 # ---- The model to train
 def build_model(cfg, gpt_config):
@@ -371,18 +369,18 @@ def build_model(cfg, gpt_config):
 
 # ---- Data
 class DataLoaderLite:
-    """Cuts shards into pieces of T + 1 tokens, and reads them in an order that the seed determines.
+    """Cuts shards into rows of T + 1 tokens, and reads them in an order that the seed determines.
 
-    The model reads the first T tokens of a piece and predicts the last T. The pieces of a shard
-    begin at its tokens 0, T, 2 T and so on, so the last token of a piece is also the first token of
-    the next one. (With `recut`, all pieces of an epoch except the first begin a few tokens earlier,
-    and each epoch has a different number. A small text then yields new pieces in each epoch.)
+    The model reads the first T tokens of a row and predicts the last T. The rows of a shard begin
+    at its tokens 0, T, 2 T and so on, so the last token of a row is also the first token of the
+    next one. (With `recut`, all rows except the first begin a few tokens earlier. How many differs
+    from epoch to epoch, so that each epoch reads new rows, even from a small text.)
 
-    An epoch reads each piece once, one shard after another. With `shuffle`, both the order of the
-    shards and the order of the pieces in a shard are random, and are drawn from (seed, epoch). A
-    row number counts pieces in the order in which they are read, over all epochs. For example, if
-    the shards have 12 pieces, then epoch 0 reads them as rows 0 to 11, and epoch 1 reads the same
-    pieces, in a different order, as rows 12 to 23.
+    An epoch reads each row once, one shard after another. With `shuffle`, both the order of the
+    shards and the order of the rows in a shard are random, and are drawn from (seed, epoch). Rows
+    are numbered in the order in which they are read, over all epochs. For example, if the shards
+    have 12 rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows,
+    in a different order, as row numbers 12 to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -391,31 +389,31 @@ class DataLoaderLite:
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
         self.seed, self.shuffle, self.recut = seed, shuffle, recut
         self.lengths = [len(open_shard(shard)) for shard in shards]
-        self.pieces_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
-        self.rows_per_epoch = int(self.pieces_in_shard.sum())
+        self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
+        self.rows_per_epoch = int(self.rows_in_shard.sum())
         self.last_shard, self.last_tokens = None, None  # the shard that was read last: index, ids
 
     def locate(self, row):
-        """Return the index of the shard that a row is read from, and the token at which it begins.
+        """Return the shard (its index) and the token at which a row begins. row: its number.
 
-        Example: T is 8, and shards 0, 1 and 2 have 30, 50 and 40 pieces, 120 in total. Row 765
-        belongs to epoch 6, which begins with row 720, so this epoch has read 45 pieces before it.
-        Suppose epoch 6 reads the shards in the order 2, 0, 1. Then the 45 pieces are all 40 pieces
-        of shard 2 and 5 pieces of shard 0. So row 765 is piece number 5 (counted from 0) in the
-        random order of shard 0. Suppose this is piece 17 of the shard. It begins at token 136. (The
-        comments below give the values in this example.)
+        Example: T is 8, and shards 0, 1 and 2 have 30, 50 and 40 rows, 120 in total. Row number 765
+        belongs to epoch 6, which begins with row number 720, so 45 rows of this epoch are read
+        before it. Suppose epoch 6 reads the shards in the order 2, 0, 1. Then these 45 rows are all
+        40 rows of shard 2 and 5 rows of shard 0. The next row in the random order of shard 0 is,
+        say, the one at index 17 in this shard. It begins at token 136. (The comments below give the
+        values in this example.)
         """
         epoch, n_read = divmod(row, self.rows_per_epoch)          # 6, 45
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1
-        ends = self.pieces_in_shard[shard_order].cumsum()         # 40, 70, 120
+        ends = self.rows_in_shard[shard_order].cumsum()           # 40, 70, 120
         i = int(ends.searchsorted(n_read, side="right"))          # 1
         shard = int(shard_order[i])                               # 0
-        n_pieces = int(self.pieces_in_shard[shard])               # 30
-        n_read_of_shard = n_read - (int(ends[i]) - n_pieces)      # 45 - (70 - 30) = 5
-        piece_order = order_of(n_pieces, self.shuffle, self.seed, epoch, shard)
-        start = int(piece_order[n_read_of_shard]) * self.T        # 17 * 8 = 136
+        n_rows = int(self.rows_in_shard[shard])                   # 30
+        n_read_of_shard = n_read - (int(ends[i]) - n_rows)        # 45 - (70 - 30) = 5
+        row_order = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
+        start = int(row_order[n_read_of_shard]) * self.T          # 17 * 8 = 136
         if self.recut:
-            # In this epoch, pieces begin `shift` tokens earlier, where shift < T. The first piece
+            # In this epoch, rows begin `shift` tokens earlier, where shift < T. The first row
             # cannot begin earlier, so it overlaps the second one. With the factor 0.618, the shifts
             # of consecutive epochs are very different
             shift = int(0.618 * epoch * self.T) % self.T
@@ -423,7 +421,7 @@ class DataLoaderLite:
         return shard, start
 
     def read(self, row, B):
-        """Return the tokens of rows `row` to row + B - 1 as an array (B, T + 1).
+        """Return the tokens of the rows with the numbers row to row + B - 1: an array (B, T + 1).
 
         The array is int64, because torch cannot use uint16 numbers as indices.
         """
@@ -449,8 +447,8 @@ class DataLoaderLite:
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
 # The cache holds 4 orders, two for the training data and two for the validation data: the order of
-# the shards, and the order of the pieces in the current shard. Keeping the order of the pieces for
-# all shards would need too much memory
+# the shards, and the order of the rows in the current shard. Keeping the order of the rows for all
+# shards would need too much memory
 @lru_cache(maxsize=4)
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
@@ -573,10 +571,9 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
 def store_initial_values(optimizers):
     """Store the values that each optimizer group was built with in group["initial"].
 
-    build_state() calls this function when the optimizers have been built. step_optimizers() then
-    derives a group's learning rate from its initial one. When a run is resumed, the initial values
-    show which values training has changed (see "Checkpoints of optimizers"). A group that already
-    has the entry is left unchanged.
+    This is done once, before training. step_optimizers() then derives a group's learning rate from
+    the initial one. (Checkpoints also need these values, see "Checkpoints of optimizers".) A group
+    that already has the entry is left unchanged.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -593,8 +590,7 @@ class State:
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. An attribute of any other type causes an error before
-    the first step. (Attributes that train_step() creates are also saved and restored, unless they
-    are dicts.)
+    the first step.
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When it is called in a new run, the model has its initial
@@ -608,7 +604,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time spent on these steps, see add_time(); written to log.txt
+    minutes: float = 0.0          # time that these steps have taken, as defined by add_time()
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -639,7 +635,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # a hellaswag.Prepared; None without evaluation on HellaSwag
-    folder: "RunFolder | None"    # writes to log_dir; None during the trial steps of --minutes
+    folder: "RunFolder | None"    # writes to log_dir. Trial steps (see steps_that_fit) have None
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -684,32 +680,30 @@ def read_step(run):
     first_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
 
-def counts_relative_to_mean(batches):
-    """Return a weight for the loss of each micro-batch. It is 1 unless an edit masks targets.
+def loss_weights(batches):
+    """Return the weight of each micro-batch in the loss of the step. It is 1 / len(batches).
 
-    The weight is the number of targets in the micro-batch, divided by the mean of these numbers
-    over the micro-batches of all processes.
-
-    For edits: if read_step() masks targets (sets them to -100), micro-batches with more targets get
-    more weight, so that the loss of a step is the exact mean over all targets that are left.
+    For edits: if read_step() masks targets (sets them to -100), a micro-batch with more targets
+    gets a larger weight, so that the loss of a step is the exact mean over all targets that are
+    left.
     """
     counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
-    return counts / mean
+    mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))  # over all processes
+    return counts / mean / len(batches)
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
 
     The loss of the step is the mean of the processes' losses. The norm is measured before clipping,
-    and is the same in all processes. Both values are tensors on the device, so the CPU need not
-    wait for the GPU. (In float16 it does wait, since GradScaler has to know whether a gradient
-    overflowed.)
+    and is the same in all processes. Both values are tensors on the device, so that train() waits
+    for the GPU only once per step. (In float16, this function also waits, since GradScaler has to
+    know whether a gradient overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    for (row, x, y), relative_count in zip(batches, counts_relative_to_mean(batches)):
+    for (row, x, y), weight in zip(batches, loss_weights(batches)):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
         # run repeats it. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
@@ -722,9 +716,8 @@ def train_step(run):
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds up the gradients of the micro-batches, but the gradient of the step is
-            # their mean. So divide each loss by the number of micro-batches
-            loss = loss / len(batches)
-            loss = loss * relative_count  # For edits: this is 1, unless targets are masked
+            # their mean. So multiply each loss by its weight, 1 / len(batches)
+            loss = loss * weight
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
@@ -766,9 +759,9 @@ def due(every, run):
 def train(run):
     """Train until max_steps is reached or a signal arrives, and then finish the run.
 
-    Before each step, save and evaluate if this is due. Steps are counted from 0. So the validation
-    loss that is logged as step n is that of the model after n steps, and the training loss that is
-    logged as step n is that of the step which this model takes next.
+    Before each step, save and evaluate if this is due. Steps are counted from 0, so before step n,
+    the model has taken n steps. In the log, `val` of step n is the validation loss of this model,
+    and `train` of step n is its loss on the batch of step n.
     """
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
@@ -776,7 +769,8 @@ def train(run):
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
             # written if the run can already be resumed from this step. Step 0 of a run from
-            # scratch is such a case, since the seed determines its weights)
+            # scratch is such a case, since the seed determines its weights. Checkpoints at
+            # multiples of keep_every are never deleted, see RunFolder.prune)
             start_saving(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -950,7 +944,8 @@ def load_optimizer(optimizer, content):
                          f"{class_name}")
     groups_of_code = optimizer.state_dict()["param_groups"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    device = parameters[0].device if parameters else None  # torch moves only the state there
+    # load_state_dict() moves the tensors in the optimizer's state to this device, but not groups
+    device = parameters[0].device if parameters else None
     groups = [of_code | moved(saved, device)
               for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
     optimizer.load_state_dict(content | {"param_groups": groups})
@@ -1045,7 +1040,7 @@ def in_todays_form(content):
     if "state" not in content:
         content = move_into_state(content)
     for optimizer in content["state"].get("optimizers", []):
-        if "class" in optimizer:  # content_of_optimizer() wrote it, and not an object of an edit
+        if "class" in optimizer:  # For edits: not an object that content_of_optimizer() cannot save
             optimizer["param_groups"] = [leave_out_unchanged(group)
                                          for group in optimizer["param_groups"]]
     return content
@@ -1274,7 +1269,7 @@ def gpt_config_of_run(cfg, encoding, info=None):
     """Return the GPTConfig of the model that a command builds.
 
     info: the ModelInfo that determines the model, except for dropout, which comes from cfg. If it
-    is None, Config and the encoding determine the model.
+    is None, Config and the encoding determine the model (Origin lists the cases).
     """
     # For edits: you may have added constants to both Config and GPTConfig
     in_both = {name: getattr(cfg, name)
@@ -1286,6 +1281,13 @@ def gpt_config_of_run(cfg, encoding, info=None):
     from_cfg = {name: value for name, value in in_both.items()
                 if name == "dropout" or name not in info.gpt_config}
     return info.make_gpt_config(from_cfg)
+
+def load_pretrained(source, constants):
+    """Return a GPT with the weights in `source`. See GPT.from_pretrained()."""
+    weights = source if isinstance(source, Weights) else read_weights(str(source))
+    model = GPT(weights.info.make_gpt_config(constants))
+    load_weights(model, weights)
+    return model
 
 def load_weights(model, weights):
     """Load weights into a model. Tensors missing from the weights keep the model's values.
@@ -1881,8 +1883,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
-    # A command without `minutes` may continue a run that had it, because `minutes` only determined
-    # max_steps. (But a new value of `minutes` is an error, since max_steps is not measured again)
+    # `minutes` only determines max_steps. With the same value as before, determine_max_steps() has
+    # copied the old max_steps into cfg. It may be left out now. A new value would have no effect
     if cfg.minutes == 0:
         changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
@@ -1922,7 +1924,7 @@ class RunFolder:
         if not continues:  # an earlier run may have ended before its first checkpoint
             self.set_aside("log.txt")
             self.set_aside("hf")
-        elif step < self.cfg.max_steps:  # a finished run is trained further
+        elif step < self.cfg.max_steps:  # if the run had finished, it is trained further
             self.set_aside("hf")
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
@@ -2005,8 +2007,8 @@ class RunFolder:
     def prune(self, step):
         """Delete checkpoints that need not be kept, now that the one for `step` has been written.
 
-        Keep the checkpoint of `step` and the newest one before it, one every keep_every steps, and
-        the one with the lowest validation loss.
+        Of the older ones, keep the newest, one every keep_every steps, and the one with the lowest
+        validation loss.
         """
         found = find_checkpoints(self.path)  # {step: path}
         older = [other_step for other_step in found if other_step < step]  # steps, the newest first
@@ -2361,8 +2363,8 @@ def report_step(run, step, loss, norm):
     """Report the loss and the gradient norm of a step."""
     cfg, seconds = run.cfg, run.step_seconds[-1]
     rate = rows_of_step(cfg, step) * cfg.T / seconds
-    # Use the median, since a step may have waited for another program. Of two steps, median_low
-    # returns the shorter one. This leaves out the first step, which may include compilation
+    # Use the median, since some steps may include a wait for another program, and the first one may
+    # include compilation. After two steps, median_low returns the shorter one, not their mean
     left = statistics.median_low(run.step_seconds) * (cfg.max_steps - step - 1)
     report(run, step, "train", loss,
            note=f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "

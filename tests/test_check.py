@@ -117,7 +117,7 @@ def test_a_signal_ends_all_processes_and_deletes_the_folder(tmp_path):
     """SIGTERM during a check leaves neither processes nor temporary files behind."""
     script = copy_scripts(tmp_path)
     process = subprocess.Popen(
-        [sys.executable, script, *flags(tmp_path)], cwd=tmp_path, text=True,
+        [sys.executable, script, "--steps=4", *flags(tmp_path)], cwd=tmp_path, text=True,
         env=ENV | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     until(lambda: list(tmp_path.glob("check_gpt2_*/two/err_*.txt")))  # torchrun's processes
     assert len(runs_below(tmp_path)) >= 2
