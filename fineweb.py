@@ -321,7 +321,7 @@ def read_batches(urls, start_file, start_row):
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
-        texts = []  # those of the current batch so far; their number shows where an error occurs
+        texts = []  # the texts of the current batch that have been read so far
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
@@ -463,13 +463,13 @@ def signals_postponed():
 
     At the end, raise the signals that this process has received in the meantime.
     """
-    # For this process, install handlers that only record signals. (Blocking them would not be
-    # enough. It applies to one thread, and the system might deliver a signal to another thread,
-    # which a library has started.)
+    # In this process, record signals with handlers.
     received, usual_handlers = [], {}
     for number in STOP_SIGNALS:
         usual_handlers[number] = signal.signal(number, lambda number, _: received.append(number))
-    # For child processes, block signals in this thread. They inherit the block, and keep it.
+    # Child processes inherit the signals that this thread blocks, and keep them blocked. (A block
+    # would not be enough for this process. It applies to one thread, and the system might deliver a
+    # signal to another thread, which a library has started.)
     can_block = hasattr(signal, "pthread_sigmask")  # false on Windows
     if can_block:
         # Multiprocessing unblocks signals when it starts its resource tracker, so start it first.
@@ -540,6 +540,13 @@ class Place(NamedTuple):
     row: int          # the first row of the batch in which the shard ends
     offset: int       # number of tokens from the start of this batch to the end of the shard
 
+    def is_end_of_corpus(self):
+        """Return whether the shard ends at the end of the corpus, at Place(len(files), 0, 0).
+
+        Any other shard contains at least one token of the batch in which it ends.
+        """
+        return self.offset == 0
+
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
     name: str       # name of its file
@@ -550,17 +557,16 @@ class Shard(NamedTuple):
 def settings_of(cfg, files, shards):
     """Return {name: value} of everything that determines the content of these Shards.
 
-    It contains shard_size, encoding, and the name and size of each file up to the one in which the
-    last shard ends (see Place). The manifest stores it under "settings".
+    It contains shard_size, encoding, and the name and size of each file from which the shards were
+    made. The manifest stores it under "settings".
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # end_file is the index of the file in which the last shard ends. But if this shard ends at the
-    # end of the corpus, end_file is the number of files that the corpus had. A file that is added
-    # later then has the index end_file, and is also included. So the settings differ, and
-    # find_finished() refuses to add shards after the last one, which is not full.
-    end_file = shards[-1].end.file_number if shards else -1
-    for number, (url, size) in enumerate(files[:end_file + 1]):
+    n_files = 0  # the number of files that were read
+    if shards:
+        end = shards[-1].end
+        n_files = end.file_number if end.is_end_of_corpus() else end.file_number + 1
+    for number, (url, size) in enumerate(files[:n_files]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
@@ -619,11 +625,14 @@ def find_finished(cfg, files):
     manifest = folder / "manifest.json"
     if manifest.exists():
         before, shards = read_manifest(manifest)
-        # settings_of() leaves out the files after the last shard, so they may change. For example,
-        # the corpus may grow, unless the last shard contains its end.
+        # settings_of() leaves out the files after the last shard, so they may change.
         now = settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]
+        if shards and shards[-1].end.is_end_of_corpus():
+            # The last shard may not be full, so files that are added now cannot be used.
+            added = files[shards[-1].end.file_number:]
+            changes += [f"{os.path.basename(url)} was added" for url, size in added]
         if not changes:
             return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
         problem = ("were made with different settings or files "
@@ -639,7 +648,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
 
     results: (file number, row, tokens) for each batch, starting at the row of `start`.
     start: the Place at which the first shard starts.
-    n_files: the number of files. The corpus ends at Place(n_files, 0, 0).
+    n_files: the number of files. The last shard ends at Place(n_files, 0, 0).
     The yielded array is overwritten with the next shard.
     """
     shard = np.empty(shard_size, dtype)
@@ -706,7 +715,7 @@ def make_shards(cfg):
     lock = lock_folder(folder)  # noqa: F841  the lock lasts until this function returns
     remove_unfinished(folder)
     finished = find_finished(cfg, files)
-    corpus_is_done = bool(finished) and finished[-1].end.file_number == len(files)
+    corpus_is_done = bool(finished) and finished[-1].end.is_end_of_corpus()
     made = []
     if not corpus_is_done and (cfg.max_shards == 0 or len(finished) < cfg.max_shards):
         made = add_shards(cfg, files, finished)

@@ -139,12 +139,12 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
-# weights are drawn in two steps. draw_later() fills the weight of a layer with PLACEHOLDER. When
-# GPT.__init__ has built all layers, init_weights() replaces these values with random numbers.
+# weights are drawn in two steps. draw_later() notes the std for the weight of a layer, as init_std.
+# When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std.
 #
-# For edits: PLACEHOLDER is so large that it stands out even in a weight that was scaled, or copied
-# from another weight, before init_weights() was called. Before the first step, the script reports
-# any weight with such large values (see check_parameters)
+# For edits: until then, the weight is filled with PLACEHOLDER. If you set an element to another
+# value, init_weights() keeps it. If you scale the weight, or copy it to another one, the script
+# reports this before the first step: PLACEHOLDER is so large that check_parameters() can tell
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -152,9 +152,8 @@ def draw_later(layer, std=0.02):
 
     Its bias is set to 0.
 
-    For edits: you may set elements of the weight to other values after this call, and they keep
-    these values. You must not scale or copy the weight before init_weights() has drawn it. If you
-    do, the script reports this before the first step.
+    For edits: before init_weights() has drawn the weight, you may set elements of it, but you must
+    not scale or copy it.
     """
     layer.weight.init_std = std
     nn.init.constant_(layer.weight, PLACEHOLDER)
@@ -188,6 +187,8 @@ class GPTConfig:
     For a new model, block_size is T in Config, n_vocab and vocab_size come from the encoding, and
     all other constants have the values in Config. If training starts from existing weights, the
     weights determine all constants except dropout.
+
+    As in nanoGPT, vocab_size is n_vocab rounded up. (In transformers, vocab_size is n_vocab.)
     """
     block_size: int = 1024   # longest context, in tokens
     n_vocab: int = 50257     # number of token ids
@@ -209,8 +210,7 @@ class GPTConfig:
 def padded(n_vocab):
     """Return n_vocab rounded up to a multiple of 128, because GPUs are faster with such sizes.
 
-    The embedding has this many rows. The padding rows are never used or predicted. (As in nanoGPT,
-    this number is called vocab_size. In transformers, vocab_size is the number of token ids.)
+    The embedding has this many rows. The padding rows are never used or predicted.
     """
     return math.ceil(n_vocab / 128) * 128
 
@@ -373,8 +373,8 @@ class DataLoaderLite:
 
     The model reads the first T tokens of a row and predicts the last T. The rows of a shard begin
     at its tokens 0, T, 2 T and so on, so the last token of a row is also the first token of the
-    next one. (With `recut`, all rows except the first begin a few tokens earlier. How many differs
-    from epoch to epoch, so that each epoch reads new rows, even from a small text.)
+    next one. (With `recut`, all rows except the first begin up to T - 1 tokens earlier. How many
+    differs from epoch to epoch, so that each epoch reads new rows, even from a small text.)
 
     An epoch reads each row once, one shard after another. With `shuffle`, both the order of the
     shards and the order of the rows in a shard are random, and are drawn from (seed, epoch). Rows
@@ -568,12 +568,14 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
-def store_initial_values(optimizers):
-    """Store the values that each optimizer group was built with in group["initial"].
+def store_hyperparameters(optimizers):
+    """Store the hyperparameters of each optimizer group, such as lr, in group["initial"].
 
-    This is done once, before training. step_optimizers() then derives a group's learning rate from
-    the initial one. (Checkpoints also need these values, see "Checkpoints of optimizers".) A group
-    that already has the entry is left unchanged.
+    The script calls this when the optimizers have been built. The lr of a group in a step is then
+    group["initial"]["lr"] * get_lr(...) / max_lr, see step_optimizers(). (Part two, "Checkpoints of
+    optimizers", has the second use of the initial values.)
+
+    A group that already has this entry is left unchanged.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -604,7 +606,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time that these steps have taken, as defined by add_time()
+    minutes: float = 0.0          # for log.txt: time that the steps have taken, see add_time()
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -681,11 +683,11 @@ def read_step(run):
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
 
 def loss_weights(batches):
-    """Return the weight of each micro-batch in the loss of the step. It is 1 / len(batches).
+    """Return the weights with which train_step() adds up the losses of the micro-batches.
 
-    For edits: if read_step() masks targets (sets them to -100), a micro-batch with more targets
-    gets a larger weight, so that the loss of a step is the exact mean over all targets that are
-    left.
+    A weight is proportional to the number of targets in its micro-batch, so that the loss of the
+    step is the exact mean over all targets. Unless an edit of read_step() masks targets (sets them
+    to -100), all weights are 1 / len(batches).
     """
     counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))  # over all processes
@@ -716,7 +718,7 @@ def train_step(run):
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds up the gradients of the micro-batches, but the gradient of the step is
-            # their mean. So multiply each loss by its weight, 1 / len(batches)
+            # their mean. So multiply each loss by 1 / len(batches), the usual weight
             loss = loss * weight
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
@@ -738,7 +740,7 @@ def step_optimizers(state, cfg, norm):
     A group that configure_optimizers() built with lr=max_lr gets the learning rate from get_lr(). A
     group that was built with a different lr, such as Muon's, follows the same curve, scaled.
     """
-    store_initial_values(state.optimizers)  # For edits: has an effect if training has added a group
+    store_hyperparameters(state.optimizers)  # For edits: of groups that training has added
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
@@ -860,17 +862,17 @@ def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
-    set to its saved value. State may lack it so far, since train_step() may have created it.
+    set to its saved value.
 
-    For edits: if the code has changed since the checkpoint was written, some values cannot be
-    restored. Raise ValueError in two cases:
+    For edits: train_step() may have created an attribute that State does not have yet. It is also
+    restored, except in the second of the following two cases. If the code has changed since the
+    checkpoint was written, some values cannot be restored. Raise ValueError in two cases:
 
     - State has an object or a tensor that was not saved. It may be a copy of pretrained weights,
       which are not loaded again when a run is resumed, so its initial value may be wrong. (A number
       that was not saved keeps its initial value.)
     - A dict was saved, and State has neither a dict nor an object with this name. It is probably
-      the state_dict() of an object that the code no longer creates. (So a dict that train_step()
-      creates cannot be restored.)
+      the state_dict() of an object that the code no longer creates.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
@@ -912,8 +914,8 @@ def moved(content, device):
 #
 #     group when the run stops    momentum=0.95, k=700, initial=dict(momentum=0.95, k=0)
 #     group in the checkpoint     k=700
-#     group in the edited code    momentum=0.8, k=0
-#     group of the resumed run    momentum=0.8, k=700
+#     group in the edited code    momentum=0.8, k=0, initial=dict(momentum=0.8, k=0)
+#     group of the resumed run    momentum=0.8, k=700, initial=dict(momentum=0.8, k=0)
 #
 # (Training also changes lr. But step_optimizers() computes it anew in each step, from the lr in
 # "initial". A hyperparameter that is a tensor always comes from the checkpoint)
@@ -992,9 +994,9 @@ def checkpoint_to_use(folder):
     found = find_checkpoints(folder)
     paths = list(found.values())
     # The validation losses of the steps that have a checkpoint
-    losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
-    if losses:
-        best_step, last_step = min(losses, key=losses.get), max(losses)
+    loss_of_step = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
+    if loss_of_step:
+        best_step, last_step = min(loss_of_step, key=loss_of_step.get), max(loss_of_step)
         if best_step != last_step:
             paths.remove(found[best_step])
             paths.insert(0, found[best_step])  # try this one first
@@ -1040,7 +1042,7 @@ def in_todays_form(content):
     if "state" not in content:
         content = move_into_state(content)
     for optimizer in content["state"].get("optimizers", []):
-        if "class" in optimizer:  # For edits: not an object that content_of_optimizer() cannot save
+        if "class" in optimizer:  # For edits: it is missing if this is no torch.optim.Optimizer
             optimizer["param_groups"] = [leave_out_unchanged(group)
                                          for group in optimizer["param_groups"]]
     return content
@@ -1069,11 +1071,11 @@ def move_into_state(content):
     return {name: content[name] for name in others if name in content} | {"state": state}
 
 def leave_out_unchanged(group):
-    """Convert an optimizer group of a checkpoint written until 25 November 2026.
+    """Convert an optimizer group by leaving out values that training has not changed.
 
-    It contained all values of a group, and the initial values in an entry of their own. Leave out
-    this entry and the values that training has not changed. A group without such an entry is
-    returned as it is: it is in the current format, or it was saved before 24 November.
+    Until 25 November 2026, a checkpoint contained these values, and also the initial values, in an
+    entry named "as_built", "in_code" or "initial". (The oldest checkpoints do not have this entry.
+    All values of their groups are restored.)
     """
     for name in ("initial", "in_code", "as_built"):  # the newest name comes first
         if name in group:
@@ -1268,10 +1270,10 @@ def info_in_checkpoint(content, source):
 def gpt_config_of_run(cfg, encoding, info=None):
     """Return the GPTConfig of the model that a command builds.
 
-    info: the ModelInfo that determines the model, except for dropout, which comes from cfg. If it
-    is None, Config and the encoding determine the model (Origin lists the cases).
+    info: the ModelInfo that determines the model, except for dropout, which comes from cfg. In a
+    run that begins from scratch, it is None, and cfg and the encoding determine the model.
     """
-    # For edits: you may have added constants to both Config and GPTConfig
+    # n_layer, n_head, n_embd, dropout, and constants that an edit has added to both classes
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
     if info is None:
@@ -1351,29 +1353,27 @@ def run_command(flags):
     device = set_up_device(flags.get("device", Config.device))
     if "RANK" in os.environ:
         join_processes(device)
-    cfg, origin, first_lines = resolve_config(flags, device)
+    cfg, origin, opening_text = resolve_config(flags, device)
     if cfg.sample:
         sample_only(cfg, origin, device)
         return
-    print0(first_lines)
+    print0(opening_text)
     run = set_up(cfg, origin, device)
     del origin  # frees the memory of the weights or the checkpoint
     with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
         train(run)
 
 def resolve_config(flags, device=torch.device("cpu")):
-    """Return the Config, the Origin and the first lines to print.
+    """Return the Config, the Origin and the text to print first.
 
     Each constant gets its value from the last of these sources that sets it:
 
     1. Config
     2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
-       on a text file
+       on a text file. (For FINETUNE, max_lr and T are derived from the model)
     3. the flags, {name: text}
     4. the ModelInfo, if weights or a checkpoint determine the model (see Origin): it sets the
-       model's shape and the encoding, and a flag that contradicts it raises UserError. With the
-       preset FINETUNE, it also sets max_lr and T, unless a flag or an entry that was added to
-       FINETUNE does
+       model's shape and the encoding. A flag with a different value raises UserError
 
     Finally, B is lowered if it does not divide a process's share of the batch. If max_steps depends
     on `epochs` or `minutes`, determine_max_steps() computes it once the data has been opened.
@@ -1883,8 +1883,9 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
-    # `minutes` only determines max_steps. With the same value as before, determine_max_steps() has
-    # copied the old max_steps into cfg. It may be left out now. A new value would have no effect
+    # `minutes` only determines max_steps, so the command may leave out --minutes now. (If --minutes
+    # is repeated, determine_max_steps() has copied the old max_steps into cfg. A different value is
+    # refused, since it would have no effect)
     if cfg.minutes == 0:
         changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
@@ -1923,8 +1924,8 @@ class RunFolder:
             return
         if not continues:  # an earlier run may have ended before its first checkpoint
             self.set_aside("log.txt")
-            self.set_aside("hf")
-        elif step < self.cfg.max_steps:  # if the run had finished, it is trained further
+            self.set_aside("hf")  # the exported model
+        elif step < self.cfg.max_steps:  # a model that was exported will be trained further
             self.set_aside("hf")
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
@@ -2187,7 +2188,7 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    store_initial_values(state.optimizers)
+    store_hyperparameters(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
 
