@@ -189,7 +189,7 @@ def lock_folder(folder):
     import filelock  # torch and datasets depend on it, so it is always installed
     lock = filelock.FileLock(Path(folder, ".lock"))
     try:
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=0)  # also makes the folder
     except filelock.Timeout:
         raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose a "
                         f"different folder.") from None
@@ -540,19 +540,20 @@ class Place(NamedTuple):
     row: int          # the first row of the batch in which the shard ends
     offset: int       # number of tokens from the start of this batch to the end of the shard
 
-    def is_end_of_corpus(self):
-        """Return whether the shard ends at the end of the corpus, at Place(len(files), 0, 0).
-
-        Any other shard contains at least one token of the batch in which it ends.
-        """
-        return self.offset == 0
-
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
     name: str       # name of its file
     tokens: int     # number of tokens in it
     documents: int  # number of documents that start in it
     end: Place
+
+    def ends_corpus(self):
+        """Return whether the corpus ends in this shard before the shard is full.
+
+        Then `end` is Place(len(files), 0, 0). A full shard contains at least one token of the batch
+        in which it ends, so its offset is 1 or more.
+        """
+        return self.end.offset == 0
 
 def settings_of(cfg, files, shards):
     """Return {name: value} of everything that determines the content of these Shards.
@@ -564,8 +565,8 @@ def settings_of(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     n_files = 0  # the number of files that were read
     if shards:
-        end = shards[-1].end
-        n_files = end.file_number if end.is_end_of_corpus() else end.file_number + 1
+        last = shards[-1]
+        n_files = last.end.file_number if last.ends_corpus() else last.end.file_number + 1
     for number, (url, size) in enumerate(files[:n_files]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
@@ -598,7 +599,10 @@ def write_manifest(cfg, files, shards):
     write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
 
 def write_array(file, array):
-    """Write the same bytes as np.save(). Unlike np.save(), fail if the disk is full."""
+    """Write the same bytes as np.save(). Raise OSError if the disk is full.
+
+    np.save() may not notice this, because ndarray.tofile() does not report errors of buffered data.
+    """
     header = np.lib.format.header_data_from_array_1_0(array)
     np.lib.format.write_array_header_1_0(file, header)
     file.write(array.data)
@@ -625,12 +629,12 @@ def find_finished(cfg, files):
     manifest = folder / "manifest.json"
     if manifest.exists():
         before, shards = read_manifest(manifest)
-        # settings_of() leaves out the files after the last shard, so they may change.
+        # settings_of() leaves out files from which no shard was made, so they may change.
         now = settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
                    for name in {**before, **now} if before.get(name) != now.get(name)]
-        if shards and shards[-1].end.is_end_of_corpus():
-            # The last shard may not be full, so files that are added now cannot be used.
+        if shards and shards[-1].ends_corpus():
+            # The last shard is not full, so no shard can follow, not even from new files.
             added = files[shards[-1].end.file_number:]
             changes += [f"{os.path.basename(url)} was added" for url, size in added]
         if not changes:
@@ -657,8 +661,8 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
-            # Skip the tokens of earlier shards. They are at the start of the first batch (or, if
-            # BATCH_BYTES was lowered after these shards were made, of the first few batches).
+            # Skip the tokens of earlier shards, at the start of the first batch. (They may also
+            # fill it and a part of the next batches if an edit has lowered BATCH_BYTES.)
             position = min(to_skip, len(tokens))  # the index of the next token to copy
             to_skip -= position
             while position < len(tokens):
@@ -715,7 +719,7 @@ def make_shards(cfg):
     lock = lock_folder(folder)  # noqa: F841  the lock lasts until this function returns
     remove_unfinished(folder)
     finished = find_finished(cfg, files)
-    corpus_is_done = bool(finished) and finished[-1].end.is_end_of_corpus()
+    corpus_is_done = bool(finished) and finished[-1].ends_corpus()
     made = []
     if not corpus_is_done and (cfg.max_shards == 0 or len(finished) < cfg.max_shards):
         made = add_shards(cfg, files, finished)

@@ -44,7 +44,7 @@ GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them ta
 
 class Prepared(NamedTuple):
     """Q questions as rows of tokens for one model. Row 4 * q + i has ending i of question q."""
-    batches: list          # for each batch: row numbers (R,), tokens (R, N), is_ending (R, N)
+    batches: list          # (row numbers, tokens (R, N), is_ending (R, N)) of each batch of R rows
     labels: torch.Tensor   # (Q,) the index of the right ending
     lengths: torch.Tensor  # (Q, 4) the number of tokens in each ending
     cut: int               # the number of questions whose context was truncated to fit
@@ -246,7 +246,8 @@ def device_of(model):
     parameters = model.parameters() if isinstance(model, torch.nn.Module) else ()
     return next((p.device for p in parameters), torch.device("cpu"))
 
-# Exclude cuDNN's kernel, which spends up to half a second planning for each new batch shape.
+# Use any attention kernel except cuDNN's, which spends up to half a second planning for each new
+# batch shape.
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 @torch.no_grad()
 def ending_losses(model, tokens, is_ending):

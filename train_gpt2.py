@@ -50,9 +50,9 @@ from pathlib import Path
 from typing import Literal
 
 # Limit how long an idle OpenMP thread spins before it yields its core. This must be set before
-# torch is imported. With two other busy processes running, a quick-start step takes 166 ms with
-# this limit and 739 to 873 ms without it. On an idle machine the limit makes no difference
-# (tests/measured/step_cpu.txt).
+# torch is imported. With two other busy processes running, a training step with the preset SMALL
+# takes 166 ms with this limit and 739 to 873 ms without it. On an idle machine the limit makes no
+# difference (tests/measured/step_cpu.txt).
 os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
 
 import numpy as np  # noqa: E402
@@ -79,7 +79,7 @@ class Config:
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training; B affects only memory and speed
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass; lowered if necessary, see fitting_B()
+    B: int = 64                     # rows per forward pass; lowered if it does not divide the rows
     T: int = 1024                   # tokens per row (the context length)
     # The model: n_layer/n_head/n_embd is 12/12/768 for 124M, 24/16/1024 for 350M, 36/20/1280 for
     # 774M and 48/25/1600 for 1.5B
@@ -142,18 +142,15 @@ FINETUNE = dict(
 # weights are drawn in two steps. draw_later() notes the std for the weight of a layer, as init_std.
 # When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std.
 #
-# For edits: until then, the weight is filled with PLACEHOLDER. If you set an element to another
-# value, init_weights() keeps it. If you scale the weight, or copy it to another one, the script
-# reports this before the first step: PLACEHOLDER is so large that check_parameters() can tell
+# For edits: until then, the weight is filled with PLACEHOLDER. You may set elements to other
+# values, which init_weights() keeps. But if you scale the weight, or copy it to another one,
+# init_weights() reports this
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
-
-    For edits: before init_weights() has drawn the weight, you may set elements of it, but you must
-    not scale or copy it.
     """
     layer.weight.init_std = std
     nn.init.constant_(layer.weight, PLACEHOLDER)
@@ -173,6 +170,12 @@ def init_weights(model, seed):
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
             # For edits: an element that was set to another value keeps it
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
+        # For edits: PLACEHOLDER is so large that it is found even after scaling by, say, 0.01
+        if p.abs().max() > PLACEHOLDER / 1000:
+            raise UserError(f"{name} was changed, or copied from another weight, before "
+                            "init_weights() drew it. Do this at the end of GPT.__init__, or create "
+                            "its layer without draw_later(). (A weight from torch.empty() may look "
+                            "like this, too: initialize it.)")
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and names, as in seed_from(cfg.seed, "wte")."""
@@ -369,18 +372,20 @@ def build_model(cfg, gpt_config):
 
 # ---- Data
 class DataLoaderLite:
-    """Cuts shards into rows of T + 1 tokens, and reads them in an order that the seed determines.
+    """Cuts shards into rows, and reads them in an order that the seed determines.
 
-    The model reads the first T tokens of a row and predicts the last T. The rows of a shard begin
-    at its tokens 0, T, 2 T and so on, so the last token of a row is also the first token of the
-    next one. (With `recut`, all rows except the first begin up to T - 1 tokens earlier. How many
-    differs from epoch to epoch, so that each epoch reads new rows, even from a small text.)
+    A row has T + 1 tokens. The model reads the first T tokens and predicts the last T. The rows of
+    a shard begin at its tokens 0, T, 2 T and so on, so the last token of a row is also the first
+    token of the next one.
 
     An epoch reads each row once, one shard after another. With `shuffle`, both the order of the
     shards and the order of the rows in a shard are random, and are drawn from (seed, epoch). Rows
     are numbered in the order in which they are read, over all epochs. For example, if the shards
     have 12 rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows,
     in a different order, as row numbers 12 to 23.
+
+    With `recut`, which is used for text files, each epoch cuts the shards at different places, so
+    that even a small text yields new rows in each epoch (see the end of locate).
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -568,21 +573,6 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
-def store_hyperparameters(optimizers):
-    """Store the hyperparameters of each optimizer group, such as lr, in group["initial"].
-
-    The script calls this when the optimizers have been built. The lr of a group in a step is then
-    group["initial"]["lr"] * get_lr(...) / max_lr, see step_optimizers(). (Part two, "Checkpoints of
-    optimizers", has the second use of the initial values.)
-
-    A group that already has this entry is left unchanged.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
 # ---- Training
 @dataclass
 class State:
@@ -606,7 +596,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # for log.txt: time that the steps have taken, see add_time()
+    minutes: float = 0.0          # training time for log.txt, as measured by add_time()
     tokens: int = 0               # number of tokens that the steps have read
 
     @property
@@ -685,13 +675,15 @@ def read_step(run):
 def loss_weights(batches):
     """Return the weights with which train_step() adds up the losses of the micro-batches.
 
-    A weight is proportional to the number of targets in its micro-batch, so that the loss of the
-    step is the exact mean over all targets. Unless an edit of read_step() masks targets (sets them
-    to -100), all weights are 1 / len(batches).
+    In the unedited script, each weight is 1 / len(batches).
+
+    For edits: if read_step() masks targets (sets them to -100), a weight is proportional to the
+    number of targets that are left in its micro-batch. The sum of the weighted losses, averaged
+    over the processes by DDP, is then the exact mean over all these targets.
     """
     counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))  # over all processes
-    return counts / mean / len(batches)
+    mean_count = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
+    return counts / mean_count / len(batches)
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
@@ -718,7 +710,7 @@ def train_step(run):
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds up the gradients of the micro-batches, but the gradient of the step is
-            # their mean. So multiply each loss by 1 / len(batches), the usual weight
+            # their mean. So give each loss its weight in the mean, normally 1 / len(batches)
             loss = loss * weight
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
@@ -726,8 +718,8 @@ def train_step(run):
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss. With
-    # the following seed, random numbers that you draw are the same in all processes
+    # For edits: after the next line, you may change gradients. Each p.grad is the exact gradient of
+    # the step's loss. The seed makes any random numbers that you draw the same in all processes
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
@@ -740,10 +732,12 @@ def step_optimizers(state, cfg, norm):
     A group that configure_optimizers() built with lr=max_lr gets the learning rate from get_lr(). A
     group that was built with a different lr, such as Muon's, follows the same curve, scaled.
     """
-    store_hyperparameters(state.optimizers)  # For edits: of groups that training has added
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            # initial_lr is the lr that the group was built with. store_initial_values() has set it.
+            # For edits: if training has added this group, it is set here
+            initial_lr = group.setdefault("initial_lr", group["lr"])
+            group["lr"] = initial_lr * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -864,22 +858,20 @@ def restore_state(state, saved):
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
     set to its saved value.
 
-    For edits: train_step() may have created an attribute that State does not have yet. It is also
-    restored, except in the second of the following two cases. If the code has changed since the
-    checkpoint was written, some values cannot be restored. Raise ValueError in two cases:
+    For edits: raise ValueError in two cases, in which an edit has added or removed an attribute
+    since the checkpoint was written:
 
-    - State has an object or a tensor that was not saved. It may be a copy of pretrained weights,
-      which are not loaded again when a run is resumed, so its initial value may be wrong. (A number
-      that was not saved keeps its initial value.)
-    - A dict was saved, and State has neither a dict nor an object with this name. It is probably
-      the state_dict() of an object that the code no longer creates.
+    - An object or a tensor has been added, so the checkpoint does not contain it. Its initial value
+      would be wrong if it is, for example, a copy of the weights with which the run began. (A
+      number that has been added keeps its initial value.)
+    - An object has been removed, so the dict that its state_dict() returned would replace it.
     """
     device = next(state.raw_model.parameters()).device
     for name, value in vars(state).items():
         if name not in saved and (is_stateful(value) or has_tensors(value)):
             raise ValueError(f"the checkpoint does not contain State.{name}")
     for name, content in saved.items():
-        value = getattr(state, name, None)
+        value = getattr(state, name, None)  # For edits: train_step() may create it later
         if is_stateful(value):
             load_object(value, content)
         elif isinstance(content, dict) and not isinstance(value, dict):
@@ -917,8 +909,20 @@ def moved(content, device):
 #     group in the edited code    momentum=0.8, k=0, initial=dict(momentum=0.8, k=0)
 #     group of the resumed run    momentum=0.8, k=700, initial=dict(momentum=0.8, k=0)
 #
-# (Training also changes lr. But step_optimizers() computes it anew in each step, from the lr in
-# "initial". A hyperparameter that is a tensor always comes from the checkpoint)
+# (Training also changes lr. But step_optimizers() computes it anew in each step, from initial_lr. A
+# hyperparameter that is a tensor always comes from the checkpoint)
+def store_initial_values(optimizers):
+    """Store the values that each optimizer group was built with, in group["initial"].
+
+    They include initial_lr, which step_optimizers() uses. build_state() calls this before a
+    checkpoint is loaded.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]
+            group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                if name not in ("params", "param_names")}
+
 def changed_values(group):
     """Return the entries of an optimizer group that differ from those in group["initial"].
 
@@ -946,7 +950,8 @@ def load_optimizer(optimizer, content):
                          f"{class_name}")
     groups_of_code = optimizer.state_dict()["param_groups"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # load_state_dict() moves the tensors in the optimizer's state to this device, but not groups
+    # load_state_dict() moves an optimizer's state to the device of the parameters. But tensors in
+    # groups must be moved here
     device = parameters[0].device if parameters else None
     groups = [of_code | moved(saved, device)
               for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
@@ -1042,7 +1047,7 @@ def in_todays_form(content):
     if "state" not in content:
         content = move_into_state(content)
     for optimizer in content["state"].get("optimizers", []):
-        if "class" in optimizer:  # For edits: it is missing if this is no torch.optim.Optimizer
+        if "class" in optimizer:  # For edits: another object, such as a wrapper, has no class
             optimizer["param_groups"] = [leave_out_unchanged(group)
                                          for group in optimizer["param_groups"]]
     return content
@@ -1074,8 +1079,8 @@ def leave_out_unchanged(group):
     """Convert an optimizer group by leaving out values that training has not changed.
 
     Until 25 November 2026, a checkpoint contained these values, and also the initial values, in an
-    entry named "as_built", "in_code" or "initial". (The oldest checkpoints do not have this entry.
-    All values of their groups are restored.)
+    entry named "as_built", "in_code" or "initial". A group without such an entry is returned as it
+    is. It is in the current format, or so old that all its values are restored.
     """
     for name in ("initial", "in_code", "as_built"):  # the newest name comes first
         if name in group:
@@ -1223,18 +1228,6 @@ class ModelInfo:
     gpt_config: dict      # the known constants of its GPTConfig, as a dict
     encoding: str | None  # name of the encoding, or None if it is unknown
 
-    def make_gpt_config(self, constants):
-        """Return the model's GPTConfig. constants: {name: value} that replace or complete it.
-
-        Raise UserError if GPTConfig lacks a constant that the model was trained with.
-        """
-        constants = self.gpt_config | constants
-        if unknown := constants.keys() - asdict(GPTConfig()).keys():
-            raise UserError(f"{self.source} was made with the constant {min(unknown)}, which "
-                            "GPTConfig in train_gpt2.py lacks. Add it to GPTConfig, or use the "
-                            "code that the weights were made with.")
-        return GPTConfig(**constants)
-
 @dataclass
 class Weights:
     """The weights of a model, to be loaded into a GPT."""
@@ -1279,15 +1272,26 @@ def gpt_config_of_run(cfg, encoding, info=None):
     if info is None:
         return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
                          vocab_size=padded(encoding.n_vocab), **in_both)
-    # For edits: a constant that did not exist when the model was trained also comes from cfg
-    from_cfg = {name: value for name, value in in_both.items()
-                if name == "dropout" or name not in info.gpt_config}
-    return info.make_gpt_config(from_cfg)
+    constants = in_both | info.gpt_config
+    if "dropout" in in_both:  # For edits: it may have been removed
+        constants["dropout"] = cfg.dropout
+    return make_gpt_config(constants, info.source)
+
+def make_gpt_config(constants, source):
+    """Return GPTConfig(**constants). source: where the weights with these constants are from.
+
+    Raise UserError if GPTConfig lacks a constant.
+    """
+    if unknown := constants.keys() - asdict(GPTConfig()).keys():
+        raise UserError(f"{source} was made with the constant {min(unknown)}, which GPTConfig in "
+                        "train_gpt2.py lacks. Add it to GPTConfig, or use the code that the "
+                        "weights were made with.")
+    return GPTConfig(**constants)
 
 def load_pretrained(source, constants):
     """Return a GPT with the weights in `source`. See GPT.from_pretrained()."""
     weights = source if isinstance(source, Weights) else read_weights(str(source))
-    model = GPT(weights.info.make_gpt_config(constants))
+    model = GPT(make_gpt_config(weights.info.gpt_config | constants, weights.info.source))
     load_weights(model, weights)
     return model
 
@@ -1370,10 +1374,13 @@ def resolve_config(flags, device=torch.device("cpu")):
 
     1. Config
     2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
-       on a text file. (For FINETUNE, max_lr and T are derived from the model)
+       on a text file
     3. the flags, {name: text}
-    4. the ModelInfo, if weights or a checkpoint determine the model (see Origin): it sets the
-       model's shape and the encoding. A flag with a different value raises UserError
+
+    Then, if weights or a checkpoint determine the model (see Origin), its ModelInfo sets the
+    constants of the model and the encoding. A flag with a different value raises UserError. The
+    ModelInfo also sets max_lr and T if the preset is FINETUNE, unless a flag sets them (or an edit
+    has added them to FINETUNE).
 
     Finally, B is lowered if it does not divide a process's share of the batch. If max_steps depends
     on `epochs` or `minutes`, determine_max_steps() computes it once the data has been opened.
@@ -1783,14 +1790,8 @@ def check_parameters(raw_model, optimizers):
     times = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
                     for p in group["params"])
     for name, p in raw_model.named_parameters():
-        largest = p.abs().max()
-        if not largest.isfinite():
+        if not p.abs().max().isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest > PLACEHOLDER / 1000:  # also finds placeholders that were scaled by, say, 0.01
-            raise UserError(f"{name} was changed, or copied from another weight, before "
-                            "init_weights() drew it. Do this at the end of GPT.__init__, or create "
-                            "its layer without draw_later(). (A weight from torch.empty() may look "
-                            "like this, too: initialize it.)")
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
@@ -1847,12 +1848,12 @@ def loss_warning(run):
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
 # Constants that may be changed freely when a run is resumed. They do not affect training, except
-# that dtype and B affect rounding, and B also affects the dropout masks. epochs may differ because
-# it only determines max_steps. (For max_steps and minutes, see check_same_training)
+# that dtype and B affect rounding, and B also affects the dropout masks. (epochs and minutes only
+# determine max_steps. determine_max_steps() checks minutes)
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
-    "keep_every", "device", "dtype", "compile", "epochs"}
+    "keep_every", "device", "dtype", "compile", "epochs", "minutes"}
 
 def lock_run_folder(log_dir):
     """Reserve log_dir for this run, and delete half-written files that a killed run left behind.
@@ -1870,8 +1871,8 @@ def lock_run_folder(log_dir):
 def check_same_training(checkpoint, cfg, fingerprint):
     """Raise UserError if this command would train differently from the run that it resumes.
 
-    The data and all constants must be the same, except that max_steps may grow, the constants in
-    FREE_TO_CHANGE may differ, and --max_steps may replace --minutes.
+    The data and all constants must be the same, except that max_steps may grow, and the constants
+    in FREE_TO_CHANGE may differ.
 
     A run that has finished must also have the same code, because train() evaluates it again, and
     the new result replaces the old one.
@@ -1883,11 +1884,6 @@ def check_same_training(checkpoint, cfg, fingerprint):
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
-    # `minutes` only determines max_steps, so the command may leave out --minutes now. (If --minutes
-    # is repeated, determine_max_steps() has copied the old max_steps into cfg. A different value is
-    # refused, since it would have no effect)
-    if cfg.minutes == 0:
-        changed.discard("minutes")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
     has_finished = checkpoint["state"]["step"] >= cfg.max_steps
     if has_finished and is_of_other_code(checkpoint.get("code")):
@@ -2066,7 +2062,7 @@ def open_log(path, step):
     kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
         is_complete = line.endswith(b"\n")  # a power cut may have left half a line
-        # Lines that a user has added do not match. They are kept if they come before `step`
+        # A line that a user has added does not match. It is kept if the lines before it are kept
         match = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
         if not is_complete or (match and int(match[1]) >= step):
             break
@@ -2109,10 +2105,16 @@ def check_model_fits(info, cfg, encoding):
 def determine_max_steps(cfg, origin, device, loaders):
     """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
 
-    A resumed run with `minutes` keeps the max_steps that was measured when it began.
+    A resumed run with `minutes` keeps the max_steps that was measured when it began. Raise
+    UserError if it began with different `minutes`.
     """
     if cfg.minutes and origin.checkpoint:
-        return origin.checkpoint["constants"]["max_steps"]
+        before = origin.checkpoint["constants"]
+        if before.get("minutes") != cfg.minutes:
+            raise UserError(f"The run in {cfg.log_dir}/ did not begin with minutes={cfg.minutes:g} "
+                            f"(its max_steps is {before['max_steps']}): leave out --minutes, or "
+                            "choose a different --log_dir.")
+        return before["max_steps"]
     if cfg.minutes:
         return steps_that_fit(cfg, origin, device, loaders)
     if cfg.epochs:
@@ -2188,7 +2190,7 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    store_hyperparameters(state.optimizers)
+    store_initial_values(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -2418,7 +2420,8 @@ def plot_curves(folder):
     metrics, panels = read_metrics(folder), defaultdict(list)
     metrics.pop("minutes", None)
     for name in metrics:
-        panels[f"loss, nats per {unit}" if name in ("train", "val") else name].append(name)
+        title = f"loss, nats per {unit}" if name in ("train", "val") else name
+        panels[title].append(name)
     figure = Figure(figsize=(6.5, 3.7 * len(panels)), layout="constrained")
     for i, (title, names) in enumerate(panels.items()):
         axis = figure.add_subplot(len(panels), 1, i + 1)
@@ -2436,7 +2439,8 @@ def plot_curves(folder):
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
 
-# Exclude cuDNN's attention, which spends up to half a second planning for each new sequence length
+# Use any attention kernel except cuDNN's, which spends up to half a second planning for each new
+# sequence length
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(model, encoding, cfg, seed):
     """Return sample_prompt and the model's continuation, which stops at <|endoftext|>."""

@@ -80,7 +80,7 @@ def test_a_weight_that_is_changed_or_copied_before_it_is_drawn_is_reported(monke
     monkeypatch.setattr(t.Block, "__init__", t.Block.__init__)
     edit_block(SimpleNamespace(t=t), edit)
     with pytest.raises(t.UserError, match=rf"{name} was changed, or copied .* init_weights"):
-        t.build_state(small(), t.Config(), torch.float32)
+        small()
 
 def test_weights_can_be_changed_at_the_end_of_the_constructor(monkeypatch):
     """A change at the end of GPT.__init__, which the message recommends, takes effect.
@@ -278,7 +278,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
         embeddings, *others = model.parameters()
         groups = [dict(params=others), dict(params=[embeddings], lr=cfg.max_lr / 100)]
         optimizers = [torch.optim.SGD(groups, lr=cfg.max_lr)]
-        t.store_hyperparameters(optimizers)  # as build_state() does
+        t.store_initial_values(optimizers)  # as build_state() does
         return t.State(model, optimizers, scaler)
     cfg = t.Config(T=32, B=4, total_batch_size=128)
     run = stub_run(small(), cfg, ids(T=33))
@@ -304,7 +304,7 @@ def test_values_of_groups_may_be_of_any_type_unless_training_changes_them():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1, device="meta"))], lr=0.1)
     group, = optimizer.param_groups
     group["compute"], group["seen"], group["buffer"] = torch.bfloat16, [], torch.zeros(2)
-    t.store_hyperparameters([optimizer])
+    t.store_initial_values([optimizer])
     group["seen"].append(3)
     content = t.content_of_optimizer(optimizer)
     assert content["param_groups"] == [{"params": [0], "seen": [3], "buffer": group["buffer"]}]
@@ -319,7 +319,7 @@ def muon_state(saved=None, **in_group):
     """
     optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
     optimizers[1].param_groups[0].update(in_group)
-    t.store_hyperparameters(optimizers)  # as build_state() does
+    t.store_initial_values(optimizers)  # as build_state() does
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
     if saved:
         state.load_state_dict(saved)
@@ -353,7 +353,7 @@ def test_optimizers_with_an_empty_group_are_restored():
     """If an edit freezes the embeddings, Muon has all other matrices, and AdamW has none."""
     def adamw(parameters):
         optimizer = torch.optim.AdamW([dict(params=[]), dict(params=parameters)])
-        t.store_hyperparameters([optimizer])
+        t.store_initial_values([optimizer])
         return optimizer
     for parameters in ([torch.nn.Parameter(torch.ones(1))], []):
         saved = adamw(parameters)
@@ -365,7 +365,7 @@ def test_optimizers_with_an_empty_group_are_restored():
 def test_an_object_around_an_optimizer_is_restored_as_it_was_saved():
     """The script knows the format of its own optimizers, but not that of other objects."""
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
-    t.store_hyperparameters([adamw])
+    t.store_initial_values([adamw])
 
     class Lookahead:
         def state_dict(self):

@@ -441,7 +441,7 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     initial = {name: (list(p.shape), check_run.crc_of(p)) for name, p in model.named_parameters()}
     adamw = torch.optim.AdamW([dict(params=[model.weight, model.decayed], weight_decay=0.1),
                                dict(params=[model.unused], weight_decay=0.0)])
-    train_gpt2.store_hyperparameters([adamw])
+    train_gpt2.store_initial_values([adamw])
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, eval_model=model, optimizers=[adamw], step=0,
         state_dict=lambda: {"raw_model": model.state_dict(), "mean": [torch.ones(2)]}))
@@ -1333,7 +1333,7 @@ def test_learning_rates_that_differ_from_the_schedule_by_a_factor_are_noted():
     """A factor that changes from step to step gives no note."""
     cfg = train_gpt2.Config()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=cfg.max_lr)
-    train_gpt2.store_hyperparameters([optimizer])
+    train_gpt2.store_initial_values([optimizer])
     group, = optimizer.param_groups
     for factors, n in (((1.0, 1.0), 0), ((0.5, 0.5), 1), ((0.9, 0.81), 0)):
         run = types.SimpleNamespace(cfg=cfg, state=types.SimpleNamespace(
