@@ -547,15 +547,15 @@ class Shard(NamedTuple):
     documents: int  # number of documents that start in it
     end: Place
 
-    def ends_corpus(self):
-        """Return whether the corpus ends in this shard before the shard is full.
+    def is_full(self):
+        """Return whether this shard has shard_size tokens. The last one of a corpus may have fewer.
 
-        Then `end` is Place(len(files), 0, 0). A full shard contains at least one token of the batch
-        in which it ends, so its offset is 1 or more.
+        Then its end is Place(len(files), 0, 0). A full shard has at least one token of the batch in
+        which it ends, so the offset of its end is 1 or more.
         """
-        return self.end.offset == 0
+        return self.end.offset > 0
 
-def settings_of(cfg, files, shards):
+def inputs_of(cfg, files, shards):
     """Return {name: value} of everything that determines the content of these Shards.
 
     It contains shard_size, encoding, and the name and size of each file from which the shards were
@@ -566,7 +566,7 @@ def settings_of(cfg, files, shards):
     n_files = 0  # the number of files that were read
     if shards:
         last = shards[-1]
-        n_files = last.end.file_number if last.ends_corpus() else last.end.file_number + 1
+        n_files = last.end.file_number + 1 if last.is_full() else last.end.file_number
     for number, (url, size) in enumerate(files[:n_files]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
@@ -594,7 +594,7 @@ def write_manifest(cfg, files, shards):
         entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
                         "file": shard.end.file_number, "row": shard.end.row,
                         "used": shard.end.offset})
-    manifest = {"settings": settings_of(cfg, files, shards), "shards": entries}
+    manifest = {"settings": inputs_of(cfg, files, shards), "shards": entries}
     content = json.dumps(manifest, indent=1).encode()
     write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
 
@@ -619,33 +619,35 @@ def write_into_local_dir(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir, after which this run continues.
 
-    These are the shards in the manifest, up to the first one whose file is missing.
-
-    If the manifest is missing or has different settings or files, no shard can be kept: return [],
-    or raise UserError if this would overwrite training shards. (A validation shard alone may be
-    overwritten. It is left over from a corpus that was too short for a training shard.)
+    These are the shards in the manifest, up to the first one whose file is missing. If they cannot
+    be continued, raise UserError. But if there is only a validation shard, return [], so that it is
+    overwritten. It is left over from a corpus that was too short for a training shard.
     """
     folder = Path(cfg.local_dir)
-    manifest = folder / "manifest.json"
-    if manifest.exists():
-        before, shards = read_manifest(manifest)
-        # settings_of() leaves out files from which no shard was made, so they may change.
-        now = settings_of(cfg, files, shards)
-        changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
-                   for name in {**before, **now} if before.get(name) != now.get(name)]
-        if shards and shards[-1].ends_corpus():
-            # The last shard is not full, so no shard can follow, not even from new files.
-            added = files[shards[-1].end.file_number:]
-            changes += [f"{os.path.basename(url)} was added" for url, size in added]
-        if not changes:
-            return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
-        problem = ("were made with different settings or files "
-                   f"({'; '.join(changes[:3])}): undo this change")
-    else:
-        problem = "have no manifest.json that says how they were made: restore it"
+    shards, problem = shards_in_manifest(cfg, files)
+    if not problem:
+        return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
     if any(folder.glob("*_train_*.npy")):
         raise UserError(f"The shards in {folder}/ {problem}, or choose a different --local_dir.")
     return []
+
+def shards_in_manifest(cfg, files):
+    """Return the Shards in the manifest, and the reason why they cannot be continued, or ""."""
+    manifest = Path(cfg.local_dir, "manifest.json")
+    if not manifest.exists():
+        return [], "have no manifest.json that says how they were made: restore it"
+    before, shards = read_manifest(manifest)
+    now = inputs_of(cfg, files, shards)  # without the files that come after the last shard
+    changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
+               for name in {**before, **now} if before.get(name) != now.get(name)]
+    if shards and not shards[-1].is_full():
+        # No shard can follow one that is not full, not even from files that are added now.
+        added = files[shards[-1].end.file_number:]
+        changes += [f"{os.path.basename(url)} was added" for url, size in added]
+    if not changes:
+        return shards, ""
+    return shards, ("were made with different settings or files "
+                    f"({'; '.join(changes[:3])}): undo this change")
 
 def cut_shards(results, shard_size, dtype, start, n_files):
     """Cut tokens into shards; yield the tokens (n,) of each shard and the Place at its end.
@@ -661,8 +663,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
-            # Skip the tokens of earlier shards, at the start of the first batch. (They may also
-            # fill it and a part of the next batches if an edit has lowered BATCH_BYTES.)
+            # First skip the tokens of earlier shards.
             position = min(to_skip, len(tokens))  # the index of the next token to copy
             to_skip -= position
             while position < len(tokens):
@@ -719,7 +720,7 @@ def make_shards(cfg):
     lock = lock_folder(folder)  # noqa: F841  the lock lasts until this function returns
     remove_unfinished(folder)
     finished = find_finished(cfg, files)
-    corpus_is_done = bool(finished) and finished[-1].ends_corpus()
+    corpus_is_done = bool(finished) and not finished[-1].is_full()
     made = []
     if not corpus_is_done and (cfg.max_shards == 0 or len(finished) < cfg.max_shards):
         made = add_shards(cfg, files, finished)

@@ -212,7 +212,7 @@ def make_batches(rows, batch_tokens):
         start += n_rows
     return batches
 
-def prepare_for_training(model, encode):
+def prepare_on_all_ranks(model, encode):
     """Return a Prepared of all questions, the same on every rank, or None if there are none.
 
     Only rank 0 reads or downloads them. If that fails, it prints the reason.

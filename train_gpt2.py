@@ -77,9 +77,10 @@ class Config:
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
     shuffle: bool = True            # read the data in a random order, a new one in each epoch
     seed: int = 1337                # determines the initial weights, data order and samples
-    # The batch: total_batch_size affects training; B affects only memory and speed
+    # The batch: total_batch_size affects training. B affects only memory and speed, and is lowered
+    # if it does not divide the batch
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
-    B: int = 64                     # rows per forward pass; lowered if it does not divide the rows
+    B: int = 64                     # micro-batch size: rows per forward pass
     T: int = 1024                   # tokens per row (the context length)
     # The model: n_layer/n_head/n_embd is 12/12/768 for 124M, 24/16/1024 for 350M, 36/20/1280 for
     # 774M and 48/25/1600 for 1.5B
@@ -140,20 +141,14 @@ FINETUNE = dict(
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
 # weights are drawn in two steps. draw_later() notes the std for the weight of a layer, as init_std.
-# When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std.
-#
-# For edits: until then, the weight is filled with PLACEHOLDER. You may set elements to other
-# values, which init_weights() keeps. But if you scale the weight, or copy it to another one,
-# init_weights() reports this
-PLACEHOLDER = 2.0**17
-
+# When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
     """
     layer.weight.init_std = std
-    nn.init.constant_(layer.weight, PLACEHOLDER)
+    fill_with_placeholder(layer.weight)  # For edits: reveals changes before it is drawn
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
@@ -168,14 +163,8 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # For edits: an element that was set to another value keeps it
-            p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
-        # For edits: PLACEHOLDER is so large that it is found even after scaling by, say, 0.01
-        if p.abs().max() > PLACEHOLDER / 1000:
-            raise UserError(f"{name} was changed, or copied from another weight, before "
-                            "init_weights() drew it. Do this at the end of GPT.__init__, or create "
-                            "its layer without draw_later(). (A weight from torch.empty() may look "
-                            "like this, too: initialize it.)")
+            replace_placeholder(p, drawn)
+    check_weights_are_drawn(model)  # For edits
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and names, as in seed_from(cfg.seed, "wte")."""
@@ -672,19 +661,6 @@ def read_step(run):
     first_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
 
-def loss_weights(batches):
-    """Return the weights with which train_step() adds up the losses of the micro-batches.
-
-    In the unedited script, each weight is 1 / len(batches).
-
-    For edits: if read_step() masks targets (sets them to -100), a weight is proportional to the
-    number of targets that are left in its micro-batch. The sum of the weighted losses, averaged
-    over the processes by DDP, is then the exact mean over all these targets.
-    """
-    counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    mean_count = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
-    return counts / mean_count / len(batches)
-
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
 
@@ -697,7 +673,8 @@ def train_step(run):
     batches = read_step(run)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    for (row, x, y), weight in zip(batches, loss_weights(batches)):
+    relative_counts = counts_of_targets(batches)  # For edits: all are 1, unless targets are masked
+    for (row, x, y), relative_count in zip(batches, relative_counts):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
         # run repeats it. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
@@ -710,17 +687,18 @@ def train_step(run):
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds up the gradients of the micro-batches, but the gradient of the step is
-            # their mean. So give each loss its weight in the mean, normally 1 / len(batches)
-            loss = loss * weight
+            # their mean. So divide each loss by the number of micro-batches
+            loss = loss / len(batches)
+            loss = loss * relative_count  # For edits
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: after the next line, you may change gradients. Each p.grad is the exact gradient of
-    # the step's loss. The seed makes any random numbers that you draw the same in all processes
-    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
+    # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss. After
+    # the following call, random numbers that you draw are the same in all processes
+    seed_update(cfg, state)
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
     state.step += 1
@@ -734,10 +712,8 @@ def step_optimizers(state, cfg, norm):
     """
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # initial_lr is the lr that the group was built with. store_initial_values() has set it.
-            # For edits: if training has added this group, it is set here
-            initial_lr = group.setdefault("initial_lr", group["lr"])
-            group["lr"] = initial_lr * get_lr(state.step, cfg) / cfg.max_lr
+            # "initial_lr" is the lr that the group was built with (see store_initial_values)
+            group["lr"] = group["initial_lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -767,7 +743,7 @@ def train(run):
             # written if the run can already be resumed from this step. Step 0 of a run from
             # scratch is such a case, since the seed determines its weights. Checkpoints at
             # multiples of keep_every are never deleted, see RunFolder.prune)
-            start_saving(run)
+            save_in_background(run)
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag_data:
@@ -857,26 +833,13 @@ def restore_state(state, saved):
 
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
     set to its saved value.
-
-    For edits: raise ValueError in two cases, in which an edit has added or removed an attribute
-    since the checkpoint was written:
-
-    - An object or a tensor has been added, so the checkpoint does not contain it. Its initial value
-      would be wrong if it is, for example, a copy of the weights with which the run began. (A
-      number that has been added keeps its initial value.)
-    - An object has been removed, so the dict that its state_dict() returned would replace it.
     """
+    check_same_attributes(state, saved)  # For edits
     device = next(state.raw_model.parameters()).device
-    for name, value in vars(state).items():
-        if name not in saved and (is_stateful(value) or has_tensors(value)):
-            raise ValueError(f"the checkpoint does not contain State.{name}")
     for name, content in saved.items():
         value = getattr(state, name, None)  # For edits: train_step() may create it later
         if is_stateful(value):
             load_object(value, content)
-        elif isinstance(content, dict) and not isinstance(value, dict):
-            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
-                             "State has none when it is created")
         else:
             setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
 
@@ -898,11 +861,11 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- Checkpoints of optimizers. When a run is resumed, the hyperparameters of optimizer groups
-# come from the code, so that an edit takes effect. But a value that training has changed, such as a
-# step count that an optimizer stores in a group, comes from the checkpoint. Therefore each group
-# has an entry "initial", with the values that it was built with, and a checkpoint contains only the
-# values that differ from them:
+# ---- For edits: checkpoints of optimizers. When a run is resumed, the hyperparameters of optimizer
+# groups come from the code, so that an edit takes effect. But a value that training has changed,
+# such as a step count that an optimizer stores in a group, comes from the checkpoint. Therefore
+# each group has an entry "initial", with the values that it was built with, and a checkpoint
+# contains only the values that differ from them:
 #
 #     group when the run stops    momentum=0.95, k=700, initial=dict(momentum=0.95, k=0)
 #     group in the checkpoint     k=700
@@ -914,19 +877,22 @@ def moved(content, device):
 def store_initial_values(optimizers):
     """Store the values that each optimizer group was built with, in group["initial"].
 
-    They include initial_lr, which step_optimizers() uses. build_state() calls this before a
-    checkpoint is loaded.
+    They include "initial_lr", which step_optimizers() uses. build_state() calls this before a
+    checkpoint is loaded. For edits: if training adds optimizers or groups, call this again for the
+    optimizers.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]
-            group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                if name not in ("params", "param_names")}
+            if "initial" not in group:
+                group["initial_lr"] = group["lr"]
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
 
 def changed_values(group):
     """Return the entries of an optimizer group that differ from those in group["initial"].
 
-    The indices of the parameters ("params") are always included, because "initial" lacks them.
+    group: from an optimizer's state_dict(), so "params" are indices. They are always included,
+    because "initial" lacks them.
     """
     initial, changed = group.get("initial", {}), {}
     for name, value in group.items():
@@ -969,7 +935,8 @@ def find_checkpoints(folder):
 def read_checkpoint(path, mmap=True):
     """Verify a checkpoint's checksums, which torch.load ignores, and return its content.
 
-    Raise UserError if the file is damaged or is not a checkpoint.
+    mmap: whether to read tensors from the disk only when they are used. Raise UserError if the file
+    is damaged or is not a checkpoint.
     """
     try:
         with zipfile.ZipFile(path) as archive:  # the format that torch.save writes
@@ -1047,9 +1014,7 @@ def in_todays_form(content):
     if "state" not in content:
         content = move_into_state(content)
     for optimizer in content["state"].get("optimizers", []):
-        if "class" in optimizer:  # For edits: another object, such as a wrapper, has no class
-            optimizer["param_groups"] = [leave_out_unchanged(group)
-                                         for group in optimizer["param_groups"]]
+        leave_out_unchanged(optimizer)
     return content
 
 def rename_entries(content):
@@ -1075,18 +1040,21 @@ def move_into_state(content):
     state = {name: value for name, value in content.items() if name not in others}
     return {name: content[name] for name in others if name in content} | {"state": state}
 
-def leave_out_unchanged(group):
-    """Convert an optimizer group by leaving out values that training has not changed.
+def leave_out_unchanged(optimizer):
+    """Remove the values that training has not changed from the groups of an optimizer.
 
     Until 25 November 2026, a checkpoint contained these values, and also the initial values, in an
-    entry named "as_built", "in_code" or "initial". A group without such an entry is returned as it
-    is. It is in the current format, or so old that all its values are restored.
+    entry named "as_built", "in_code" or "initial". A group without such an entry is in the current
+    format, or so old that all its values are restored.
     """
-    for name in ("initial", "in_code", "as_built"):  # the newest name comes first
-        if name in group:
-            values = {key: value for key, value in group.items() if key != name}
-            return changed_values(values | {"initial": group[name]})
-    return group
+    if "class" not in optimizer:  # For edits: an object that is not a torch.optim.Optimizer
+        return
+    for i, group in enumerate(optimizer["param_groups"]):
+        for name in ("initial", "in_code", "as_built"):  # the newest name comes first
+            if name in group:
+                values = {key: value for key, value in group.items() if key != name}
+                optimizer["param_groups"][i] = changed_values(values | {"initial": group[name]})
+                break
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1266,14 +1234,16 @@ def gpt_config_of_run(cfg, encoding, info=None):
     info: the ModelInfo that determines the model, except for dropout, which comes from cfg. In a
     run that begins from scratch, it is None, and cfg and the encoding determine the model.
     """
-    # n_layer, n_head, n_embd, dropout, and constants that an edit has added to both classes
+    # The constants that both classes have: n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
     if info is None:
         return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
                          vocab_size=padded(encoding.n_vocab), **in_both)
+    # For edits: a constant that did not exist when the weights were trained comes from cfg. dropout
+    # always does, unless an edit has removed it
     constants = in_both | info.gpt_config
-    if "dropout" in in_both:  # For edits: it may have been removed
+    if "dropout" in in_both:
         constants["dropout"] = cfg.dropout
     return make_gpt_config(constants, info.source)
 
@@ -1408,7 +1378,8 @@ def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
     data = flags.get("data", Config.data)
     was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit to Config
-    if was_chosen or find_shards(data)[0]:
+    train_shards, _ = find_shards(data)
+    if was_chosen or train_shards:
         return data, ""
     return str(Path(__file__).resolve().with_name("input.txt")), (
         "Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
@@ -1782,6 +1753,27 @@ def tokens_per_byte(loader, encoding, val_tokens):
     return counts.sum() / max(1, n_bytes)
 
 # ---- For edits: checks for easily made mistakes that would otherwise go unnoticed
+
+# The value of weights that draw_later() has prepared, until init_weights() draws them. It is so
+# large that it is still found in a weight that an edit has scaled, or copied, in the meantime
+PLACEHOLDER = 2.0**17
+
+def fill_with_placeholder(weight):
+    nn.init.constant_(weight, PLACEHOLDER)
+
+def replace_placeholder(weight, drawn):
+    """Replace the placeholders in a weight. Elements that an edit has set are kept."""
+    weight.copy_(torch.where(weight == PLACEHOLDER, drawn.to(weight.device), weight))
+
+def check_weights_are_drawn(model):
+    """Raise UserError if a weight was scaled, or copied to another one, before it was drawn."""
+    for name, p in model.named_parameters():
+        if p.abs().max() > PLACEHOLDER / 1000:
+            raise UserError(f"{name} was changed, or copied from another weight, before "
+                            "init_weights() drew it. Do this at the end of GPT.__init__, or create "
+                            "its layer without draw_later(). (A weight from torch.empty() may look "
+                            "like this, too: initialize it.)")
+
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
 
@@ -1795,6 +1787,21 @@ def check_parameters(raw_model, optimizers):
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
+
+def counts_of_targets(batches):
+    """Return the number of targets in each micro-batch, divided by their mean over all processes.
+
+    If read_step() masks targets (sets them to -100), train_step() multiplies the mean losses of the
+    micro-batches by these numbers, so that the loss of a step is the exact mean over all targets
+    that are left.
+    """
+    counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
+    mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
+    return counts / mean
+
+def seed_update(cfg, state):
+    """Seed torch's generator for random numbers that an edit draws between backward and update."""
+    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
 
 def check_rows_of_step(cfg, step):
     """Raise UserError if the rows of a step are not a multiple of B * processes."""
@@ -1815,6 +1822,24 @@ def check_can_be_saved(attributes):
                             "checkpoint cannot store. Use numbers, strings, tensors, lists of "
                             "these, dicts with numbers or strings as keys, or an object with "
                             "state_dict() and load_state_dict().")
+
+def check_same_attributes(state, saved):
+    """Raise ValueError if an edit has added or removed an attribute of State since it was saved.
+
+    - If an object or a tensor has been added, its initial value would be wrong if it is, for
+      example, a copy of the weights with which the run began. (A number that has been added keeps
+      its initial value.)
+    - If an object has been removed, the dict that its state_dict() returned would replace it. (So
+      train_step() may create other attributes that State lacks, but not dicts.)
+    """
+    for name, value in vars(state).items():
+        if name not in saved and (is_stateful(value) or has_tensors(value)):
+            raise ValueError(f"the checkpoint does not contain State.{name}")
+    for name, content in saved.items():
+        value = getattr(state, name, None)
+        if isinstance(content, dict) and not is_stateful(value) and not isinstance(value, dict):
+            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
+                             "State has none when it is created")
 
 def unsavable_part(content):
     """Return the first part of nested content that cannot be loaded with weights_only=True.
@@ -1848,12 +1873,12 @@ def loss_warning(run):
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
 # Constants that may be changed freely when a run is resumed. They do not affect training, except
-# that dtype and B affect rounding, and B also affects the dropout masks. (epochs and minutes only
-# determine max_steps. determine_max_steps() checks minutes)
+# that dtype and B affect rounding, and B also affects the dropout masks. epochs only determines
+# max_steps
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
-    "keep_every", "device", "dtype", "compile", "epochs", "minutes"}
+    "keep_every", "device", "dtype", "compile", "epochs"}
 
 def lock_run_folder(log_dir):
     """Reserve log_dir for this run, and delete half-written files that a killed run left behind.
@@ -1869,7 +1894,7 @@ def lock_run_folder(log_dir):
     return lock
 
 def check_same_training(checkpoint, cfg, fingerprint):
-    """Raise UserError if this command would train differently from the run that it resumes.
+    """Raise UserError unless this command continues the run in log_dir.
 
     The data and all constants must be the same, except that max_steps may grow, and the constants
     in FREE_TO_CHANGE may differ.
@@ -1882,6 +1907,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
     # `data` is only a path, so compare the fingerprints of the data instead
     before["data"], now["data"] = checkpoint["data"], fingerprint
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
+    changed.discard("minutes")  # it only determines max_steps, and determine_max_steps() checks it
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
@@ -1923,6 +1949,7 @@ class RunFolder:
             self.set_aside("hf")  # the exported model
         elif step < self.cfg.max_steps:  # a model that was exported will be trained further
             self.set_aside("hf")
+        # Otherwise a finished run is resumed. It exports the same model again
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
         self.starts.append({
@@ -2354,7 +2381,7 @@ def problem_with_loss(run, step, loss, norm):
             "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To start again from before this step, use "
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
 
-def start_saving(run):
+def save_in_background(run):
     """Start saving the current step, unless the run can already be resumed from it.
 
     A background thread does the work. Raise UserError if processes have different weights.
@@ -2478,7 +2505,7 @@ def prepared_hellaswag(cfg, model, encoding):
     if not cfg.hellaswag_every:
         return None
     import hellaswag  # here, since only this evaluation needs hellaswag.py
-    return hellaswag.prepare_for_training(model, encoding.encode_ordinary)
+    return hellaswag.prepare_on_all_ranks(model, encoding.encode_ordinary)
 
 def hellaswag_score(run):
     """Return eval_model's acc_norm on HellaSwag. evaluate() shares the work among the processes."""
@@ -2505,7 +2532,7 @@ def finish(run, stopped):
 
 def save_last_step(run):
     """Make sure that the run can be resumed from the current step. Raise UserError if it cannot."""
-    start_saving(run)
+    save_in_background(run)
     error = run.folder.wait_for_save()
     if error:
         raise UserError(f"Step {run.state.step} is not saved ({error}): free some space, and "

@@ -536,7 +536,7 @@ def ready_side():
     h.DATA = QUESTIONS.resolve(strict=True)
     model = t.GPT(t.GPTConfig(n_layer=1, n_head=1, n_embd=8))
     start = time.process_time()
-    h.prepare_for_training(model, h.gpt2_encode)
+    h.prepare_on_all_ranks(model, h.gpt2_encode)
     return time.process_time() - start
 
 def large_model():
