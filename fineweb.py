@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The constants. Each is also a flag, and --help prints the comments below.
+    """The settings. Each is also a flag, and --help prints the comments below.
 
     If local_dir already holds shards, more can be added only with the same shard_size and encoding.
     The source files that these shards were made from must still have the same names and sizes.
@@ -263,7 +263,7 @@ def convert(value, kind):
         return kind(number)
     if kind is str:
         return str(value)
-    choices = {str(choice): choice for choice in get_args(kind)}  # of a Literal
+    choices = {str(choice): choice for choice in get_args(kind)}  # the values that a Literal allows
     return choices[str(value)]
 
 def describe_type(kind):
@@ -303,7 +303,7 @@ def find_hub_files(source, remote_name):
         builder = datasets.load_dataset_builder(source, remote_name)
         urls = (builder.config.data_files or {}).get("train", [])
         return [(url, fsspec.url_to_fs(url)[0].size(url)) for url in urls]
-    except Exception as e:  # the class depends on the HTTP library that the client uses
+    except Exception as e:  # its class depends on the HTTP library
         raise UserError(f"source={source} is not a folder here, and its remote_name={remote_name} "
                         f"cannot be fetched from {hub} ({first_line(e)}): check both names and the "
                         f"network, or try a mirror: HF_ENDPOINT=https://hf-mirror.com.") from None
@@ -387,8 +387,9 @@ def json_text(line):
 def tokenize(texts, encoding_name):
     """Return the tokens (n,) of a list of texts.
 
-    Each text starts with the <|endoftext|> token. The characters "<|endoftext|>" in a text are
-    ordinary text. Empty and blank texts are left out.
+    The tokens of each text come after an <|endoftext|> token. If a text itself contains the
+    characters "<|endoftext|>", they are encoded as ordinary text. Empty and blank texts are left
+    out.
     """
     encoding = get_encoding(encoding_name)
     end_of_text = np.array([encoding.eot_token])
@@ -548,10 +549,11 @@ class Shard(NamedTuple):
     end: Place
 
     def is_full(self):
-        """Return whether this shard has shard_size tokens. The last one of a corpus may have fewer.
+        """Return whether this shard has shard_size tokens.
 
-        Then its end is Place(len(files), 0, 0). A full shard has at least one token of the batch in
-        which it ends, so the offset of its end is 1 or more.
+        Only the last shard of a corpus may have fewer, and it ends at Place(len(files), 0, 0). A
+        full shard contains at least one token of the batch in which it ends, so the offset of its
+        end is at least 1.
         """
         return self.end.offset > 0
 
@@ -619,9 +621,11 @@ def write_into_local_dir(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir, after which this run continues.
 
-    These are the shards in the manifest, up to the first one whose file is missing. If they cannot
-    be continued, raise UserError. But if there is only a validation shard, return [], so that it is
-    overwritten. It is left over from a corpus that was too short for a training shard.
+    These are the shards in the manifest, up to the first one whose file is missing. A new folder
+    has none.
+
+    If no shards can be added to them, raise UserError. But if there are no training shards, return
+    [], so that a validation shard is overwritten. Its corpus was too short for a training shard.
     """
     folder = Path(cfg.local_dir)
     shards, problem = shards_in_manifest(cfg, files)
@@ -632,7 +636,7 @@ def find_finished(cfg, files):
     return []
 
 def shards_in_manifest(cfg, files):
-    """Return the Shards in the manifest, and the reason why they cannot be continued, or ""."""
+    """Return the Shards in the manifest, and a message if no shards can be added to them, or ""."""
     manifest = Path(cfg.local_dir, "manifest.json")
     if not manifest.exists():
         return [], "have no manifest.json that says how they were made: restore it"

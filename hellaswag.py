@@ -9,7 +9,7 @@ In Python, with a function `encode` from a text to the model's token ids:
     evaluate(model, prepare(iterate_examples("val"), model, encode))
 
 HellaSwag (arXiv:1905.07830) asks which of four endings best completes a text. Its validation split
-has 10,042 questions such as this one, where "label" is the index of the right ending:
+has 10,042 questions such as this one, where "label" is the index of the correct ending:
 
     {"ctx": "A young man sits on a bed. the man", "label": 3, "endings": ["then wipes his face.",
      "gets up and walks towards the camera.", "lifts a shoe to his mouth.", "starts playing ..."]}
@@ -45,14 +45,14 @@ GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them ta
 class Prepared(NamedTuple):
     """Q questions as rows of tokens for one model. Row 4 * q + i has ending i of question q."""
     batches: list          # (row numbers, tokens (R, N), is_ending (R, N)) of each batch of R rows
-    labels: torch.Tensor   # (Q,) the index of the right ending
+    labels: torch.Tensor   # (Q,) the index of the correct ending
     lengths: torch.Tensor  # (Q, 4) the number of tokens in each ending
     cut: int               # the number of questions whose context was truncated to fit
 
 class Score(NamedTuple):
     """The result of evaluate()."""
-    acc: float       # share of questions whose right ending has the lowest sum of losses
-    acc_norm: float  # share of questions whose right ending has the lowest mean loss per token
+    acc: float       # fraction of questions whose correct ending has the lowest sum of losses
+    acc_norm: float  # fraction of questions whose correct ending has the lowest mean loss per token
     total: int       # number of questions
     cut: int         # number of questions whose context was truncated to fit
 
@@ -116,7 +116,7 @@ def download():
 # ------------------------------------------------------------------------------------ tokens
 # Turn questions into rows of tokens, and rows of similar length into batches.
 def gpt2_encode(text):
-    """Return the token ids of a text in GPT-2's encoding. "<|endoftext|>" is ordinary text."""
+    """Return the token ids of a text in GPT-2's encoding. Read "<|endoftext|>" as ordinary text."""
     return get_encoding("gpt2").encode_ordinary(text)
 
 def tokenize(example, encode=gpt2_encode):
@@ -199,7 +199,7 @@ def make_batches(rows, batch_tokens):
     batch_tokens: the largest size of a batch, rows times length.
     Rows of similar length share a batch. With batches in file order, padding would make the batches
     25% larger in total with CPU_BATCH, and 42% larger with GPU_BATCH. The longest rows come first,
-    so that a lack of memory causes an error in the first batch.
+    so that an out-of-memory error occurs in the first batch.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
     longest_first = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)

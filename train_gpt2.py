@@ -88,9 +88,9 @@ class Config:
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
-    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, folder of a run or model, .pt file
+    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a folder of a model, or a .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the matrices in the blocks
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices in the blocks
     max_lr: float = 6e-4            # peak learning rate; with FINETUNE, the default is 0.1 / n_embd
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
@@ -98,7 +98,7 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
     epochs: float = 0.0             # passes over the data; if above 0, max_steps follows from it
-    minutes: float = 0.0            # training time; if above 0, max_steps is what fits into it
+    minutes: float = 0.0            # if above 0, max_steps is what fits into this training time
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -140,7 +140,7 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
-# weights are drawn in two steps. draw_later() notes the std for the weight of a layer, as init_std.
+# weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
 # When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
@@ -148,7 +148,7 @@ def draw_later(layer, std=0.02):
     Its bias is set to 0.
     """
     layer.weight.init_std = std
-    fill_with_placeholder(layer.weight)  # For edits: reveals changes before it is drawn
+    fill_with_placeholder(layer.weight)  # For edits: reveals a change before it is drawn
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
@@ -163,8 +163,8 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            replace_placeholder(p, drawn)
-    check_weights_are_drawn(model)  # For edits
+            p.copy_(except_edited_elements(drawn, p))
+    check_weights_are_drawn(model)  # For edits: reports a weight that was changed too early
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and names, as in seed_from(cfg.seed, "wte")."""
@@ -385,10 +385,10 @@ class DataLoaderLite:
         self.lengths = [len(open_shard(shard)) for shard in shards]
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
-        self.last_shard, self.last_tokens = None, None  # the shard that was read last: index, ids
+        self.last_shard, self.last_tokens = None, None  # index and token ids of the last shard read
 
     def locate(self, row):
-        """Return the shard (its index) and the token at which a row begins. row: its number.
+        """Return the shard (its index) and the token at which a row begins. row: the row number.
 
         Example: T is 8, and shards 0, 1 and 2 have 30, 50 and 40 rows, 120 in total. Row number 765
         belongs to epoch 6, which begins with row number 720, so 45 rows of this epoch are read
@@ -415,7 +415,7 @@ class DataLoaderLite:
         return shard, start
 
     def read(self, row, B):
-        """Return the tokens of the rows with the numbers row to row + B - 1: an array (B, T + 1).
+        """Return the token ids of rows `row` to `row + B - 1` as an array (B, T + 1).
 
         The array is int64, because torch cannot use uint16 numbers as indices.
         """
@@ -440,9 +440,9 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds 4 orders, two for the training data and two for the validation data: the order of
-# the shards, and the order of the rows in the current shard. Keeping the order of the rows for all
-# shards would need too much memory
+# The cache holds four orders. For the training data and for the validation data, these are the
+# order of the shards and the order of the rows in the current shard. Keeping the order of the rows
+# for all shards would need too much memory
 @lru_cache(maxsize=4)
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
@@ -586,7 +586,7 @@ class State:
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
     minutes: float = 0.0          # training time for log.txt, as measured by add_time()
-    tokens: int = 0               # number of tokens that the steps have read
+    tokens: int = 0               # number of tokens read so far (an edit may shorten some rows)
 
     @property
     def eval_model(self):
@@ -614,7 +614,7 @@ class Run:
     autocast: partial             # returns torch.autocast's context manager for cfg.dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
-    tokens_per_byte: float        # in the validation text; converts nats per token to nats per byte
+    tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # a hellaswag.Prepared; None without evaluation on HellaSwag
     folder: "RunFolder | None"    # writes to log_dir. Trial steps (see steps_that_fit) have None
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
@@ -673,7 +673,7 @@ def train_step(run):
     batches = read_step(run)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    relative_counts = counts_of_targets(batches)  # For edits: all are 1, unless targets are masked
+    relative_counts = relative_target_counts(batches)
     for (row, x, y), relative_count in zip(batches, relative_counts):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
         # run repeats it. (With dropout, a different B therefore changes the losses slightly)
@@ -689,16 +689,16 @@ def train_step(run):
             # backward() adds up the gradients of the micro-batches, but the gradient of the step is
             # their mean. So divide each loss by the number of micro-batches
             loss = loss / len(batches)
-            loss = loss * relative_count  # For edits
+            loss = loss * relative_count  # For edits: 1, unless targets are masked
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss. After
-    # the following call, random numbers that you draw are the same in all processes
-    seed_update(cfg, state)
+    seed_gradient_edits(cfg, state)
+    # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss. Random
+    # numbers that you draw here are the same in all processes, because of the seed
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
     state.step += 1
@@ -712,7 +712,8 @@ def step_optimizers(state, cfg, norm):
     """
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # "initial_lr" is the lr that the group was built with (see store_initial_values)
+            # "initial_lr" is the lr that configure_optimizers() gave to the group (see
+            # store_initial_values)
             group["lr"] = group["initial_lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
@@ -739,10 +740,9 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
-            # written if the run can already be resumed from this step. Step 0 of a run from
-            # scratch is such a case, since the seed determines its weights. Checkpoints at
-            # multiples of keep_every are never deleted, see RunFolder.prune)
+            # Save before evaluating, so that no steps are lost if the evaluation fails. If the run
+            # can already be resumed from this step, as from step 0 of a run from scratch, nothing
+            # is written
             save_in_background(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -760,7 +760,7 @@ def train(run):
         # Each list has one value per process. The CPU waits for the GPU here
         losses, norms, signals = gather_from_ranks(loss, norm, run.signal_came.is_set())
         add_time(run, time.perf_counter() - start)
-        # train_step() has increased state.step. `step` is still the number of the step it has taken
+        # train_step() has incremented state.step, so `step` is the step that was just taken
         check_step(run, step, losses, norms)
         report_step(run, step, loss=statistics.fmean(losses), norm=norms[0])  # norms are equal
         stopped = any(signals)
@@ -782,6 +782,8 @@ def train(run):
 #                 restore_checkpoint()  in a resumed run: all weights and the rest of State
 #         train()             calls finish() at the end
 #
+# The sections below are in a different order: those that read files come first
+
 # ---- Checkpoints. A checkpoint is a dict with these entries:
 #
 #     state         State.state_dict(), from which a run is resumed
@@ -794,9 +796,9 @@ def train(run):
 #     code          the checksum of the code
 #
 # A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once.
-# When a run is resumed, its constants and data must be those in the checkpoint, apart from the
-# exceptions in check_same_training(), and the script warns if the code has changed. The functions
-# of this section convert State to "state" and back
+# A resumed run must have the constants and the data of its checkpoint (for exceptions, see
+# check_same_training). If the code has changed, the script only warns. The functions of this
+# section convert a State to the entry "state" and back
 def checkpoint_of(state, cfg, fingerprint):
     """Return the content of a checkpoint of `state`."""
     return {
@@ -834,7 +836,7 @@ def restore_state(state, saved):
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
     set to its saved value.
     """
-    check_same_attributes(state, saved)  # For edits
+    check_same_attributes(state, saved)  # For edits: one may have been added or removed
     device = next(state.raw_model.parameters()).device
     for name, content in saved.items():
         value = getattr(state, name, None)  # For edits: train_step() may create it later
@@ -897,8 +899,8 @@ def changed_values(group):
     initial, changed = group.get("initial", {}), {}
     for name, value in group.items():
         # Tensors are always included, because comparing them yields more than one bool
-        is_unchanged = not has_tensors(value) and name in initial and value == initial[name]
-        if name != "initial" and not is_unchanged:
+        is_changed = name not in initial or has_tensors(value) or value != initial[name]
+        if name != "initial" and is_changed:
             changed[name] = value
     return changed
 
@@ -1006,8 +1008,8 @@ def read_metrics(folder):
 def in_todays_form(content):
     """Convert the content of a checkpoint to the current format, and return it.
 
-    A checkpoint has no version number, so its entries show how old it is. Each of the following
-    functions converts one older format to the next newer one.
+    A checkpoint has no version number. Its age is inferred from its entries. Each of the following
+    functions converts an older format to the next newer one.
     """
     if "model" in content:
         content = rename_entries(content)
@@ -1018,7 +1020,7 @@ def in_todays_form(content):
     return content
 
 def rename_entries(content):
-    """Convert a checkpoint written until 23 November 2026: some entries had other names."""
+    """Convert a checkpoint written by 23 November 2026, when some entries had other names."""
     content = dict(content)
     # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
     # "trained", held those of raw_model
@@ -1032,7 +1034,7 @@ def rename_entries(content):
     return content
 
 def move_into_state(content):
-    """Convert a checkpoint written until 24 November 2026.
+    """Convert a checkpoint written by 24 November 2026.
 
     The attributes of State were stored at the top level, not in an entry named "state".
     """
@@ -1043,9 +1045,9 @@ def move_into_state(content):
 def leave_out_unchanged(optimizer):
     """Remove the values that training has not changed from the groups of an optimizer.
 
-    Until 25 November 2026, a checkpoint contained these values, and also the initial values, in an
+    Until 25 November 2026, a checkpoint also contained these values. The initial values were in an
     entry named "as_built", "in_code" or "initial". A group without such an entry is in the current
-    format, or so old that all its values are restored.
+    format, or it is so old that all its values are restored.
     """
     if "class" not in optimizer:  # For edits: an object that is not a torch.optim.Optimizer
         return
@@ -1248,7 +1250,7 @@ def gpt_config_of_run(cfg, encoding, info=None):
     return make_gpt_config(constants, info.source)
 
 def make_gpt_config(constants, source):
-    """Return GPTConfig(**constants). source: where the weights with these constants are from.
+    """Return GPTConfig(**constants). source: where the weights came from (for the error message).
 
     Raise UserError if GPTConfig lacks a constant.
     """
@@ -1356,8 +1358,8 @@ def resolve_config(flags, device=torch.device("cpu")):
     on `epochs` or `minutes`, determine_max_steps() computes it once the data has been opened.
     """
     if "max_steps" in flags:
-        # It replaces `epochs` and `minutes` in Config or a preset. But if --epochs or --minutes is
-        # given as well, that flag determines max_steps
+        # --max_steps overrides `epochs` and `minutes` from Config or a preset. If --epochs or
+        # --minutes is also given, that flag wins
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
@@ -1405,7 +1407,7 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def find_origin(cfg, device):
-    """Return the Origin of a command. Its five cases have the same order as in Origin's docstring.
+    """Return the Origin of a command. The five cases come in the same order as in its docstring.
 
     Raise UserError if the weights cannot be read.
     """
@@ -1453,7 +1455,7 @@ def constants_set_by_model(info, preset_name, flags):
 def check_flags_against_model(flags, cfg, values, source):
     """Raise UserError for a flag that contradicts a value that constants_set_by_model() returned.
 
-    cfg: the Config with the values of the flags. source: where the weights are from.
+    cfg: the Config with the values of the flags. source: where the weights came from.
     """
     for name in flags.keys() & values.keys():
         if getattr(cfg, name) != values[name]:
@@ -1481,7 +1483,7 @@ def describe_model(source, values, cfg_before):
 def check_config(cfg):
     """Raise UserError if a constant has a value that cannot work.
 
-    make_config() has already refused negative numbers.
+    make_config() has already rejected negative numbers.
     """
     for name in ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens"):
         if getattr(cfg, name) < 1:
@@ -1512,7 +1514,7 @@ def fitting_B(cfg):
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
 # ---- Processes and the machine. torchrun starts one process per GPU and gives each a number, its
-# rank. The value "auto" of device, dtype and compile selects what is fast on this machine. If a GPU
+# rank. For device, dtype and compile, "auto" selects a fast choice for this machine. If a GPU
 # cannot be used, a message gives the reason
 def rank():
     """Return this process's rank, counted from 0. Only rank 0 prints and writes files."""
@@ -1584,8 +1586,8 @@ def set_up_device(name):
     Select a GPU and allow TF32 on it. On a CPU, speed up memory allocation. Raise UserError if the
     device cannot be used.
     """
-    # Often the driver is too old for the CUDA version that torch was built for. torch.__version__
-    # ends with this CUDA version (such as +cu130)
+    # When torch sees no GPU, the usual cause is a driver that is too old for the CUDA version that
+    # torch was built for. torch.__version__ ends with this version (such as +cu130)
     no_gpu_message = (f"torch {torch.__version__} sees no GPU. Install a newer driver, or "
                       f"{OTHER_TORCH}")
     if name == "auto":
@@ -1689,7 +1691,7 @@ def open_shard(shard):
 def open_data(cfg, encoding):
     """Return the loaders for training and validation.
 
-    Raise UserError if the data cannot be read, are too short or need a different encoding.
+    Raise UserError if the data is unreadable, too short or needs a different encoding.
     """
     if is_text(cfg.data):  # the last tenth is for validation
         tokens = tokens_of_text(cfg.data, encoding)
@@ -1754,16 +1756,16 @@ def tokens_per_byte(loader, encoding, val_tokens):
 
 # ---- For edits: checks for easily made mistakes that would otherwise go unnoticed
 
-# The value of weights that draw_later() has prepared, until init_weights() draws them. It is so
-# large that it is still found in a weight that an edit has scaled, or copied, in the meantime
+# Until init_weights() draws a weight, all its elements have this value. It is so large that
+# check_weights_are_drawn() detects it even if an edit has scaled or copied the weight
 PLACEHOLDER = 2.0**17
 
 def fill_with_placeholder(weight):
     nn.init.constant_(weight, PLACEHOLDER)
 
-def replace_placeholder(weight, drawn):
-    """Replace the placeholders in a weight. Elements that an edit has set are kept."""
-    weight.copy_(torch.where(weight == PLACEHOLDER, drawn.to(weight.device), weight))
+def except_edited_elements(drawn, weight):
+    """Return `drawn`, but with the elements of `weight` that an edit has set to other values."""
+    return torch.where(weight == PLACEHOLDER, drawn.to(weight.device), weight)
 
 def check_weights_are_drawn(model):
     """Raise UserError if a weight was scaled, or copied to another one, before it was drawn."""
@@ -1788,8 +1790,10 @@ def check_parameters(raw_model, optimizers):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
-def counts_of_targets(batches):
-    """Return the number of targets in each micro-batch, divided by their mean over all processes.
+def relative_target_counts(batches):
+    """Return each micro-batch's number of targets, divided by the mean number per micro-batch.
+
+    The mean is over all processes. Unless targets are masked, all returned values are 1.
 
     If read_step() masks targets (sets them to -100), train_step() multiplies the mean losses of the
     micro-batches by these numbers, so that the loss of a step is the exact mean over all targets
@@ -1799,8 +1803,8 @@ def counts_of_targets(batches):
     mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
     return counts / mean
 
-def seed_update(cfg, state):
-    """Seed torch's generator for random numbers that an edit draws between backward and update."""
+def seed_gradient_edits(cfg, state):
+    """Seed torch's generator for random numbers that an edit draws before the weights change."""
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
 
 def check_rows_of_step(cfg, step):
@@ -1824,13 +1828,12 @@ def check_can_be_saved(attributes):
                             "state_dict() and load_state_dict().")
 
 def check_same_attributes(state, saved):
-    """Raise ValueError if an edit has added or removed an attribute of State since it was saved.
+    """Raise ValueError unless State has the objects and tensors that were saved.
 
-    - If an object or a tensor has been added, its initial value would be wrong if it is, for
-      example, a copy of the weights with which the run began. (A number that has been added keeps
-      its initial value.)
-    - If an object has been removed, the dict that its state_dict() returned would replace it. (So
-      train_step() may create other attributes that State lacks, but not dicts.)
+    An added object or tensor is an error, because its initial value may be wrong (for example, if
+    it is a copy of the weights with which the run began). A removed object is an error, because the
+    dict that its state_dict() returned would be restored in its place. Numbers, strings and lists
+    may be added and removed.
     """
     for name, value in vars(state).items():
         if name not in saved and (is_stateful(value) or has_tensors(value)):
@@ -1873,12 +1876,11 @@ def loss_warning(run):
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
 # Constants that may be changed freely when a run is resumed. They do not affect training, except
-# that dtype and B affect rounding, and B also affects the dropout masks. epochs only determines
-# max_steps
+# that dtype and B affect rounding, and B also affects the dropout masks
 FREE_TO_CHANGE = {
     "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
     "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
-    "keep_every", "device", "dtype", "compile", "epochs"}
+    "keep_every", "device", "dtype", "compile"}
 
 def lock_run_folder(log_dir):
     """Reserve log_dir for this run, and delete half-written files that a killed run left behind.
@@ -1902,12 +1904,12 @@ def check_same_training(checkpoint, cfg, fingerprint):
     A run that has finished must also have the same code, because train() evaluates it again, and
     the new result replaces the old one.
     """
-    # A constant that was added after the run began is assumed to have had its default
+    # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
     # `data` is only a path, so compare the fingerprints of the data instead
     before["data"], now["data"] = checkpoint["data"], fingerprint
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
-    changed.discard("minutes")  # it only determines max_steps, and determine_max_steps() checks it
+    changed -= {"epochs", "minutes"}  # they only determine max_steps (see determine_max_steps)
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
@@ -1929,7 +1931,7 @@ class RunFolder:
     def __init__(self, cfg, fingerprint, lock=None):
         self.cfg, self.path = cfg, Path(cfg.log_dir)
         self.fingerprint, self.lock = fingerprint, lock
-        self.starts = []          # for run.json: a dict with the time, step, ... of each start
+        self.starts = []          # for run.json: one dict per start, with its time, step and so on
         self.log = None           # log.txt, once begin() has opened it
         self.executor = ThreadPoolExecutor(max_workers=1)
         self.last_save = None     # Future of the latest save, kept after it has finished
@@ -1949,7 +1951,6 @@ class RunFolder:
             self.set_aside("hf")  # the exported model
         elif step < self.cfg.max_steps:  # a model that was exported will be trained further
             self.set_aside("hf")
-        # Otherwise a finished run is resumed. It exports the same model again
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
         self.starts.append({
@@ -2159,7 +2160,7 @@ def steps_for_epochs(cfg, rows_per_epoch):
 def steps_that_fit(cfg, origin, device, loaders):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
-    The trial steps use a separate Run without a folder, which is then discarded.
+    The trial steps use a separate Run, which has no folder and is discarded afterwards.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
     run = build_run(replace(cfg, hellaswag_every=0), origin, device, loaders)
@@ -2222,7 +2223,7 @@ def build_state(raw_model, cfg, dtype):
     return state
 
 def restore_checkpoint(state, checkpoint, log_dir):
-    """Restore the State in `checkpoint`, the content of a checkpoint in log_dir.
+    """Load the saved State from `checkpoint`, the content of a checkpoint in log_dir, into `state`.
 
     Raise UserError if it does not fit the code.
     """
@@ -2332,7 +2333,7 @@ def check_step(run, step, losses, norms):
     fail_if(problem_with_loss(run, step, statistics.fmean(losses), norms[0]), run)
 
 def fail_if(problem, run):
-    """If `problem` is a message and not None, write it to run.json and raise UserError."""
+    """If `problem` is not None, write this message to run.json and raise UserError."""
     if problem:
         run.folder.write_run({"failed": problem})
         raise UserError(problem)
@@ -2353,7 +2354,7 @@ def problem_with_weights(raw_model):
     """Return a message if the processes have different weights, or None.
 
     For edits: this happens if an edit lets each process decide from its own loss whether to skip an
-    update. problem_with_norms() cannot find this, because all processes have the same gradients.
+    update. problem_with_norms() cannot detect this, because all processes have the same gradients.
     """
     if world_size() == 1:
         return None
