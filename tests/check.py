@@ -51,7 +51,8 @@ PROMISES = {
     "killed": ("a killed run continues as if it had not been killed",
         "Something that later steps depend on is neither in State nor a parameter or buffer. Make "
         "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it. "
-        "Gradients that are kept for a later step (p.grad) are not saved either. "
+        "Gradients that are kept for a later step (p.grad) are not saved either. An attribute that "
+        "shares its memory with a weight no longer does so after a restart. "
         "Another reason is a random number that is drawn before torch.manual_seed() in "
         "train_step(), for example in read_step()."),
     "B": ("B changes speed only",
@@ -79,10 +80,12 @@ PROMISES = {
         "should be."),
     "later": ("a token's logits do not depend on later tokens",
         "If the logits change with later tokens, the model sees tokens that it should predict, and "
-        "its loss is too low. Usual reasons are an attention mask, a convolution that is padded on "
-        "both sides, or a norm, a mean or a top-k over all positions. (topk() returns positions "
-        "in the order of their scores. Sort them before causal attention.) If the loss ignores the "
-        "targets of such tokens, as in a prefix language model, this is as it should be."),
+        "its loss is too low. Usual reasons are an attention mask, roll(), a convolution that is "
+        "padded on both sides, or a norm, a mean or a top-k over all positions. (topk() returns "
+        "positions in the order of their scores. Sort them before causal attention.) If the loss "
+        "ignores the targets of such tokens, as in a prefix language model, this is as it should "
+        "be. If the logits depend on the number of tokens, perhaps a size, such as that of a "
+        "window, is derived from the length of the row."),
     "draws": ("each step draws new random numbers",
         "forward() seeds torch's generator, for example by torch.manual_seed(). train_step() has "
         "already seeded it for the step, so dropout would use the same masks in each step. Draw "

@@ -16,6 +16,7 @@ import os
 import pickle
 import random
 import re
+import statistics
 import sys
 import threading
 import time
@@ -130,14 +131,15 @@ def watch_forward_passes(run, report):
     the others do; "seeds": whether any of them seeds it. The rest is about those in training mode
     with gradient. "embedded": the number of token ids that the embedding got; "shifted": what
     share_of_shifted_rows() returned for some of these; "new_targets": (the number of rows whose
-    targets are not part of the training data, the number of rows that were looked up). The list
-    gets up to 16 rows (T,) of each of the first of these passes, as arrays of token ids.
+    targets are not part of the training data, the number of rows that were looked up); "ids": what
+    count_ids() returned. The list gets up to 16 rows (T,) of each of the first of these passes, as
+    arrays of token ids.
     """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
     get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
     states, rows, loader = [], [], run.train_loader
     report |= {"draws": False, "draws_without_grad": False, "seeds": False, "embedded": 0,
-               "shifted": [], "new_targets": (0, 0)}
+               "shifted": [], "new_targets": (0, 0), "ids": (Counter(), Counter())}
 
     def before(model, args):
         states.append((get_state(), torch.initial_seed()))
@@ -148,6 +150,7 @@ def watch_forward_passes(run, report):
                 new, looked_up = report["new_targets"]
                 more_new, more = rows_of_new_targets(loader, *args)
                 report["new_targets"] = (new + more_new, looked_up + more)
+                report["ids"] = count_ids(*report["ids"], *args)
 
     def after(model, args, outputs):
         state, seed = states.pop()
@@ -193,6 +196,12 @@ def rows_of_new_targets(loader, x, y=None, *args):
         return 0, 0
     rows = [row for row in y[:4].cpu().numpy() if len(row) >= SHORTEST_ROW and row.min() >= 0]
     return len(rows) - count_parts(rows, shard.astype(np.uint32)), len(rows)
+
+def count_ids(inputs, targets, x, y, *args):
+    """Return two Counters, to which the ids in x (B, T), except the first column, and y are added.
+    """
+    # The first token of a row is not a target in this row
+    return inputs + Counter(x[:, 1:].flatten().tolist()), targets + Counter(y.flatten().tolist())
 
 def training_and_validation(t, run, loader, rows):
     """Return what training and the validation with a loader have in common.
@@ -257,7 +266,7 @@ class Watched:
         self.nonzero, self.magnitudes, self.with_zeros = watch_gradients(run)
         self.factors = watch_learning_rates(t, run)
         self.between = watch_average(run.state)
-        self.clipped, self.norms = watch_clipping(t)
+        self.clipped, self.factors_of_clipping, self.norms = watch_clipping(t)
         self.seeds = watch_seeds(run.state)
         self.optimizers = list(run.state.optimizers)
         self.integers, self.first_step = integers_of(run.state), run.state.step
@@ -288,10 +297,12 @@ class Watched:
             *self.between,
             *noted(notes_about_buffers, state, self.buffers),
             *noted(notes_about_clipping, state, self.clipped, self.norms),
+            *noted(notes_about_small_gradients, self.factors_of_clipping),
             *noted(notes_about_seeds, self.seeds),
             *noted(notes_about_repeated_rows, rows),
             *noted(notes_about_shifts, report["shifted"]),
             *noted(notes_about_new_targets, *report["new_targets"]),
+            *noted(notes_about_ids, run.encoding, *report["ids"]),
             *noted(notes_about_positions, t, run),
             *noted(notes_about_auxiliary_gradients, run, self.nonzero),
             *noted(notes_about_near_copies, t, run)]
@@ -325,14 +336,15 @@ def watch_validation(t):
     return loaders
 
 def watch_clipping(t):
-    """Return a set and a list that are filled during training.
+    """Return a set and two lists that are filled during training.
 
-    The set gets the ids of the parameters that are given to clip_grad_norm_(). The list gets a pair
+    The set gets the ids of the parameters that are given to clip_grad_norm_(). The first list gets
+    the factor by which each call multiplies gradients. The second list gets a pair
     for each step that calls it several times, with different parameters: the norm that train_step()
     returns, and the norm of the gradients of all these parameters together. Steps with other norms
     than the usual one (norm_type), or in which a gradient is not finite, are left out.
     """
-    clipped, norms, calls = set(), [], []
+    clipped, factors, norms, calls = set(), [], [], []
     clip, step = torch.nn.utils.clip_grad_norm_, getattr(t, "train_step", None)
 
     def clip_grad_norm_(parameters, *args, **kwargs):
@@ -340,6 +352,8 @@ def watch_clipping(t):
         clipped.update(map(id, parameters))
         norm = clip(parameters, *args, **kwargs)
         is_usual = (args[1] if len(args) > 1 else kwargs.get("norm_type", 2.0)) == 2.0
+        if norm > 0:
+            factors.append(min(1.0, float((args[0] if args else kwargs["max_norm"]) / norm)))
         calls.append((list(map(id, parameters)), norm if is_usual else math.nan))
         return norm
 
@@ -358,7 +372,7 @@ def watch_clipping(t):
         setattr(t, name, clip_grad_norm_)
     if step:
         t.train_step = functools.wraps(step)(train_step)
-    return clipped, norms
+    return clipped, factors, norms
 
 def watch_seeds(state):
     """Return {seed: set of steps}, to which seeds of torch's and NumPy's generators are added."""
@@ -673,8 +687,9 @@ def notes_about_parameters(state, initial, with_gradient):
                      "something that is 0.")
     if decayed:
         notes.append(f"{', '.join(decayed[:4])} got no gradient in any step, but changed, for "
-                     f"example by weight decay ({len(decayed)} parameters). To freeze parameters, "
-                     "set requires_grad=False.")
+                     f"example by weight decay ({len(decayed)} parameters). They are not used, "
+                     "they are detached, or they only affect something constant, such as a softmax "
+                     "over one element. To freeze parameters, set requires_grad=False.")
     return notes
 
 def notes_about_zeros(names):
@@ -682,9 +697,9 @@ def notes_about_zeros(names):
     if not names:
         return []
     some = ", ".join(sorted(map(str, names))[:4])
-    return [f"the gradient of {some} is 0 in some steps ({len(names)} in all). The optimizer still "
-            "changes such parameters then, by weight decay and momentum. To keep a parameter "
-            "unchanged in a step, set p.grad = None."]
+    return [f"the gradient of {some} is 0 in some steps ({len(names)} parameters in all). The "
+            "optimizer still changes such parameters then, by weight decay and momentum. To keep "
+            "a parameter unchanged in a step, set p.grad = None."]
 
 def notes_about_magnitudes(magnitudes):
     """Return a note if the gradient of a matrix has only a few different absolute values.
@@ -771,8 +786,8 @@ def notes_about_attributes(model, changed):
             if not name.startswith("_") and is_left_out(value) and label not in changed:
                 notes.append(f"{label} holds a tensor that is neither a parameter nor a buffer of "
                              "the model, so it is neither trained nor saved, nor moved to the GPU. "
-                             "Use nn.Parameter, nn.ModuleList or, for a constant, "
-                             "register_buffer().")
+                             "Use nn.Parameter, nn.ParameterList, nn.ModuleList or, for a "
+                             "constant, register_buffer().")
     return list(dict.fromkeys(notes))[:4]  # modules of the same class give the same note
 
 def notes_about_decay(state):
@@ -923,6 +938,16 @@ def notes_about_new_targets(new, looked_up):
     return [f"the targets of {new} of {looked_up} rows are not part of the training text. If an "
             "edit puts noise into the inputs, check that it leaves the targets as they are."]
 
+def notes_about_ids(encoding, inputs, targets):
+    """Return a note on an id that is never a target. inputs, targets: Counters, see count_ids()."""
+    never = [token for token, n in inputs.most_common() if n >= 20 and not targets[token]]
+    if not never:
+        return []
+    return [f"the token {encoding.decode_single_token_bytes(never[0])} (id {never[0]}) occurs "
+            f"{inputs[never[0]]} times in the inputs of the first steps, but never as a target, so "
+            "the model does not learn to predict it. If targets are masked, check which ones "
+            f"({len(never)} such tokens)."]
+
 def notes_about_near_copies(t, run):
     """Return a note if training data contains validation text, apart from case and spaces.
 
@@ -1056,8 +1081,8 @@ def notes_about_shifts(shares):
     if min(shares, default=1.0) == 1.0:
         return []
     return [f"in a forward pass of training, only {min(shares):.0%} of the rows have targets that "
-            "are the tokens that follow in their inputs. Check that read_step() changes, cuts and "
-            "shifts x and y alike."]
+            "are the tokens that follow in their inputs. If read_step() changes or cuts x and y, "
+            "check that each target is still the token after its input."]
 
 def notes_about_clipping(state, clipped, norms):
     """Return notes on gradients that are not clipped, and on a wrong norm in the log.
@@ -1076,6 +1101,16 @@ def notes_about_clipping(state, clipped, norms):
                      "norm of the gradients in all calls of clip_grad_norm_() together is "
                      f"{wrong[0][1]:.4g}.")
     return notes
+
+def notes_about_small_gradients(factors):
+    """Return a note if clipping makes most gradients much smaller.
+
+    factors: what watch_clipping() returned.
+    """
+    if len(factors) < 4 or not statistics.median(factors) < 0.1:
+        return []
+    return [f"clip_grad_norm_() multiplies gradients by {statistics.median(factors):.2g} (the "
+            "median of all calls). Updates by AdamW and Muon hardly show this. Check its max_norm."]
 
 def notes_about_validation(both):
     """Return a note if validation reads training data. both: from training_and_validation()."""
@@ -1129,7 +1164,7 @@ def notes_about_targets(model, x, y):
     if not len(places):
         return []
     return [f"the training loss compares the first target of a row with predictions from later "
-            f"inputs (at position {places[0]} and {len(places) - 1} others), which contain that "
+            f"inputs (at position {places[0]} and perhaps others), which contain that "
             "target. If roll() shifts the targets, leave out those that it moves from one end of "
             "the row to the other."]
 
@@ -1169,11 +1204,15 @@ def notes_about_modes(t, run, gap, draws_random):
             "they add in eval mode. If training drops parts of the model at random, check that it "
             "scales up those that are left."]
 
-def notes_in_training_mode(model, x, y):
-    """Return notes on the training loss of inputs and targets (B, T)."""
+def notes_in_training_mode(model, x, y, leaks):
+    """Return notes on the training loss of inputs and targets (B, T).
+
+    leaks: whether logits depend on later tokens, which would also change the gradients that
+    notes_about_targets() looks at.
+    """
     with torch.enable_grad():
         return (noted(notes_about_dimensions, model, x, y) + noted(notes_about_loss, model, x, y)
-                + noted(notes_about_targets, model, x, y))
+                + ([] if leaks else noted(notes_about_targets, model, x, y)))
 
 class WatchDimensions(torch.overrides.TorchFunctionMode):
     """Records operations that normalize over a dimension other than the last one.
@@ -1350,7 +1389,8 @@ def examine(run, tolerance):
         report["modes"] = gap if gap > tolerance * max(1.0, logits.abs().max().item()) else 0.0
     except Exception as e:
         report["later_in_training"] = f"{type(e).__name__}: {e}"
-    report["notes"] += notes_in_training_mode(raw_model, x, y)
+    leaks = any(isinstance(report[name], list) for name in ("later", "later_in_training"))
+    report["notes"] += notes_in_training_mode(raw_model, x, y, leaks)
     raw_model.eval()
     report["samples"] = report["samples"] or sample_problem_if_sharpened(model, x, T, tolerance)
     return report

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import types
 import zlib
-from collections import deque
+from collections import Counter, deque
 from unittest import mock
 
 import check
@@ -623,13 +623,40 @@ def test_gradients_that_are_not_clipped_and_wrong_norms_are_noted(monkeypatch, c
         return 0.0, clip(model)
     train_step.calls = 0
     script = types.SimpleNamespace(train_step=train_step, clip=torch.nn.utils.clip_grad_norm_)
-    clipped, norms = check_run.watch_clipping(script)
+    clipped, factors, norms = check_run.watch_clipping(script)
     script.train_step.calls = 0  # an edit may use attributes of its functions
     script.train_step(None)
     assert script.clip is torch.nn.utils.clip_grad_norm_
     state = types.SimpleNamespace(raw_model=model)
     notes = check_run.notes_about_clipping(state, clipped, norms)
     assert len(notes) == bool(says) and all(note.startswith(says) for note in notes)
+    assert check_run.notes_about_small_gradients(factors) == []
+
+def test_gradients_that_clipping_makes_small_are_noted(monkeypatch):
+    """A limit that is exceeded a little, or in a few steps only, gives no note."""
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
+    _, factors, _ = check_run.watch_clipping(types.SimpleNamespace())
+    p = torch.nn.Parameter(torch.ones(1))
+    for limits, n in (((2.0, 1.0, 0.5, 0.5), 0), ((9.0, 9.0, 0.01, 0.01), 0),
+                      ((0.01, 0.02, 0.02, 9.0), 1)):
+        factors.clear()
+        for limit in limits:
+            p.grad = torch.ones(1)
+            torch.nn.utils.clip_grad_norm_([p], limit)
+        notes = check_run.notes_about_small_gradients(factors)
+        assert len(notes) == n
+    assert notes[0].startswith("clip_grad_norm_() multiplies gradients by 0.02 (the median")
+
+def test_tokens_that_are_never_targets_are_noted():
+    """The first token of a row is not a target, and rare tokens need not be one."""
+    encoding, tokens = train_gpt2.get_encoding("bytes"), torch.arange(33, 63).repeat(25, 1)
+    for masked, n in ((255, 0), (40, 1)):
+        x, y = tokens[:, :-1], tokens[:, 1:]
+        y = torch.where(y == masked, -100, y)
+        counts = check_run.count_ids(Counter(), Counter(), x, y)
+        notes = check_run.notes_about_ids(encoding, *counts)
+        assert len(notes) == n
+    assert notes[0].startswith("the token b'(' (id 40) occurs 25 times in the inputs")
 
 def test_biases_and_gains_with_weight_decay_are_noted():
     model = torch.nn.Linear(2, 1)
@@ -765,7 +792,7 @@ def test_targets_that_are_predicted_from_inputs_after_them_are_noted():
         notes = check_run.notes_about_targets(Shifted(shift), x, y)
         assert len(notes) == (n > 0)
     roll, = check_run.notes_about_targets(Shifted(lambda y: y.roll(1, 1)), x, y)
-    assert "from later inputs (at position 1 and 0 others)" in roll
+    assert "from later inputs (at position 1 and perhaps others)" in roll
     assert check_run.notes_about_targets(torch.nn.Linear(1, 1), x, y) == []
     ignored = y.clone()
     ignored[:, 0] = -100
@@ -783,13 +810,13 @@ def test_a_note_on_the_loss_does_not_depend_on_other_notes():
         return logits, 9 * torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
     tokens = torch.arange(18).view(2, 9) % 8
     with mock.patch.object(check_run, "notes_about_targets", side_effect=RuntimeError):
-        note, = check_run.notes_in_training_mode(model, tokens, tokens)
+        note, = check_run.notes_in_training_mode(model, tokens, tokens, leaks=False)
     assert note.startswith("the training loss of two rows is 18.7")
 
 def test_gradients_of_zeros_are_noted():
     assert check_run.notes_about_zeros(set()) == []
     note, = check_run.notes_about_zeros({"wte", "wpe"})
-    assert note.startswith("the gradient of wpe, wte is 0 in some steps (2 in all)")
+    assert note.startswith("the gradient of wpe, wte is 0 in some steps (2 parameters in all)")
 
 def test_targets_that_are_not_the_next_tokens_are_noted():
     """Masked targets, a few noisy inputs and targets of other shapes give no note."""
