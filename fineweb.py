@@ -472,14 +472,16 @@ def signals_postponed():
     # would not be enough for this process. It applies to one thread, and the system might deliver a
     # signal to another thread, which a library has started.)
     can_block = hasattr(signal, "pthread_sigmask")  # false on Windows
-    if can_block:
-        # Multiprocessing unblocks signals when it starts its resource tracker, so start it first.
-        resource_tracker.ensure_running()
-        blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    blocked_before = None
     try:
+        if can_block:
+            # Multiprocessing unblocks signals when it starts its resource tracker, so start it
+            # first.
+            resource_tracker.ensure_running()
+            blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         yield
     finally:
-        if can_block:
+        if blocked_before is not None:
             signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
         for number, handler in usual_handlers.items():
             signal.signal(number, handler)
@@ -624,8 +626,9 @@ def find_finished(cfg, files):
     These are the shards in the manifest, up to the first one whose file is missing. A new folder
     has none.
 
-    If no shards can be added to them, raise UserError. But if there are no training shards, return
-    [], so that a validation shard is overwritten. Its corpus was too short for a training shard.
+    If the settings or files have changed, raise UserError. But if there are no training shards,
+    return [], so that a validation shard is overwritten. Its corpus was too short for a training
+    shard.
     """
     folder = Path(cfg.local_dir)
     shards, problem = shards_in_manifest(cfg, files)
@@ -636,7 +639,7 @@ def find_finished(cfg, files):
     return []
 
 def shards_in_manifest(cfg, files):
-    """Return the Shards in the manifest, and a message if no shards can be added to them, or ""."""
+    """Return the Shards in the manifest, and a message if settings or files have changed, or ""."""
     manifest = Path(cfg.local_dir, "manifest.json")
     if not manifest.exists():
         return [], "have no manifest.json that says how they were made: restore it"
@@ -658,7 +661,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
 
     results: (file number, row, tokens) for each batch, starting at the row of `start`.
     start: the Place at which the first shard starts.
-    n_files: the number of files. The last shard ends at Place(n_files, 0, 0).
+    n_files: the number of files. A last shard that is not full ends at Place(n_files, 0, 0).
     The yielded array is overwritten with the next shard.
     """
     shard = np.empty(shard_size, dtype)

@@ -164,7 +164,6 @@ def init_weights(model, seed):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
             p.copy_(except_edited_elements(drawn, p))
-    check_weights_are_drawn(model)  # For edits: reports a weight that was changed too early
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and names, as in seed_from(cfg.seed, "wte")."""
@@ -341,7 +340,7 @@ class GPT(nn.Module):
         dropout=0.1. Parameters missing from the weights keep their initial values. Raise UserError
         if the weights cannot be read or do not fit the model.
         """
-        return load_pretrained(source, constants)
+        return load_pretrained(cls, source, constants)
 
 # ---- The model to train
 def build_model(cfg, gpt_config):
@@ -710,6 +709,7 @@ def step_optimizers(state, cfg, norm):
     A group that configure_optimizers() built with lr=max_lr gets the learning rate from get_lr(). A
     group that was built with a different lr, such as Muon's, follows the same curve, scaled.
     """
+    store_initial_values(state.optimizers)  # For edits: needed only if training has added a group
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
             # "initial_lr" is the lr that configure_optimizers() gave to the group (see
@@ -880,8 +880,7 @@ def store_initial_values(optimizers):
     """Store the values that each optimizer group was built with, in group["initial"].
 
     They include "initial_lr", which step_optimizers() uses. build_state() calls this before a
-    checkpoint is loaded. For edits: if training adds optimizers or groups, call this again for the
-    optimizers.
+    checkpoint is loaded. A group that already has these entries keeps them.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -893,6 +892,8 @@ def store_initial_values(optimizers):
 def changed_values(group):
     """Return the entries of an optimizer group that differ from those in group["initial"].
 
+    initial_lr is not included, because step_optimizers() must use the one in the code.
+
     group: from an optimizer's state_dict(), so "params" are indices. They are always included,
     because "initial" lacks them.
     """
@@ -900,7 +901,7 @@ def changed_values(group):
     for name, value in group.items():
         # Tensors are always included, because comparing them yields more than one bool
         is_changed = name not in initial or has_tensors(value) or value != initial[name]
-        if name != "initial" and is_changed:
+        if name not in ("initial", "initial_lr") and is_changed:
             changed[name] = value
     return changed
 
@@ -1210,11 +1211,12 @@ def read_weights(name):
 
     Raise UserError if they cannot be read.
     """
-    if name.endswith(".pt"):
-        return weights_in_checkpoint(read_checkpoint(name), name)
-    if find_checkpoints(name):
-        path = checkpoint_to_use(name)
-        return weights_in_checkpoint(read_checkpoint(path), str(path))
+    if name.endswith(".pt") or find_checkpoints(name):
+        path = name if name.endswith(".pt") else str(checkpoint_to_use(name))
+        weights = weights_in_checkpoint(read_checkpoint(path), path)
+        if is_of_other_code(weights.code):
+            print0(f"Note: {path} was written by different code.")
+        return weights
     model = load_hugging_face(name)
     encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)  # 256 bytes + <|endoftext|>
     # For edits: a constant that you have added to GPTConfig is unknown to transformers
@@ -1260,10 +1262,10 @@ def make_gpt_config(constants, source):
                         "weights were made with.")
     return GPTConfig(**constants)
 
-def load_pretrained(source, constants):
-    """Return a GPT with the weights in `source`. See GPT.from_pretrained()."""
+def load_pretrained(cls, source, constants):
+    """Return a model of class `cls`, a GPT, with the weights in `source` (see from_pretrained)."""
     weights = source if isinstance(source, Weights) else read_weights(str(source))
-    model = GPT(make_gpt_config(weights.info.gpt_config | constants, weights.info.source))
+    model = cls(make_gpt_config(weights.info.gpt_config | constants, weights.info.source))
     load_weights(model, weights)
     return model
 
@@ -1272,8 +1274,6 @@ def load_weights(model, weights):
 
     Raise UserError if names or shapes do not match.
     """
-    if is_of_other_code(weights.code):
-        print0(f"Note: {weights.info.source} was written by different code.")
     own = model.state_dict()
     if missing := own.keys() - weights.tensors.keys():
         print0(f"!!! {weights.info.source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
@@ -1757,7 +1757,7 @@ def tokens_per_byte(loader, encoding, val_tokens):
 # ---- For edits: checks for easily made mistakes that would otherwise go unnoticed
 
 # Until init_weights() draws a weight, all its elements have this value. It is so large that
-# check_weights_are_drawn() detects it even if an edit has scaled or copied the weight
+# check_parameters() detects it even if an edit has scaled or copied the weight
 PLACEHOLDER = 2.0**17
 
 def fill_with_placeholder(weight):
@@ -1767,15 +1767,6 @@ def except_edited_elements(drawn, weight):
     """Return `drawn`, but with the elements of `weight` that an edit has set to other values."""
     return torch.where(weight == PLACEHOLDER, drawn.to(weight.device), weight)
 
-def check_weights_are_drawn(model):
-    """Raise UserError if a weight was scaled, or copied to another one, before it was drawn."""
-    for name, p in model.named_parameters():
-        if p.abs().max() > PLACEHOLDER / 1000:
-            raise UserError(f"{name} was changed, or copied from another weight, before "
-                            "init_weights() drew it. Do this at the end of GPT.__init__, or create "
-                            "its layer without draw_later(). (A weight from torch.empty() may look "
-                            "like this, too: initialize it.)")
-
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
 
@@ -1784,8 +1775,14 @@ def check_parameters(raw_model, optimizers):
     times = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
                     for p in group["params"])
     for name, p in raw_model.named_parameters():
-        if not p.abs().max().isfinite():
+        largest = p.abs().max()
+        if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
+        if largest > PLACEHOLDER / 1000:
+            raise UserError(f"{name} was changed, or copied from another weight, before "
+                            "init_weights() drew it, or created after that. Change weights at the "
+                            "end of GPT.__init__, or create the layer without draw_later(). (A "
+                            "weight from torch.empty() may look like this, too: initialize it.)")
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
@@ -1828,12 +1825,12 @@ def check_can_be_saved(attributes):
                             "state_dict() and load_state_dict().")
 
 def check_same_attributes(state, saved):
-    """Raise ValueError unless State has the objects and tensors that were saved.
+    """Raise ValueError if State has an object or a tensor that was not saved, or lacks an object.
 
     An added object or tensor is an error, because its initial value may be wrong (for example, if
     it is a copy of the weights with which the run began). A removed object is an error, because the
-    dict that its state_dict() returned would be restored in its place. Numbers, strings and lists
-    may be added and removed.
+    dict that its state_dict() returned would be restored in its place. Numbers and strings may be
+    added or removed.
     """
     for name, value in vars(state).items():
         if name not in saved and (is_stateful(value) or has_tensors(value)):
@@ -2134,14 +2131,14 @@ def determine_max_steps(cfg, origin, device, loaders):
     """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
 
     A resumed run with `minutes` keeps the max_steps that was measured when it began. Raise
-    UserError if it began with different `minutes`.
+    UserError if its checkpoint has different `minutes`.
     """
     if cfg.minutes and origin.checkpoint:
         before = origin.checkpoint["constants"]
         if before.get("minutes") != cfg.minutes:
-            raise UserError(f"The run in {cfg.log_dir}/ did not begin with minutes={cfg.minutes:g} "
-                            f"(its max_steps is {before['max_steps']}): leave out --minutes, or "
-                            "choose a different --log_dir.")
+            raise UserError(f"The newest checkpoint in {cfg.log_dir}/ was not written with "
+                            f"minutes={cfg.minutes:g}, but with max_steps={before['max_steps']}: "
+                            "leave out --minutes, or choose a different --log_dir.")
         return before["max_steps"]
     if cfg.minutes:
         return steps_that_fit(cfg, origin, device, loaders)

@@ -1283,7 +1283,7 @@ def notes_about_second_targets(targets, y):
     def are_next_tokens(part):  # y, or y without the last tokens of each row
         rows = part.reshape(len(y), -1)
         return torch.equal(rows, y[:, :rows.size(1)])
-    n = sum(part.numel() % len(y) == 0 and are_next_tokens(part) for part in targets)
+    n = sum(part.numel() > 0 == part.numel() % len(y) and are_next_tokens(part) for part in targets)
     if n < 2:
         return []
     return [f"in one forward pass of training, {n} cross-entropies have the next tokens as their "

@@ -80,7 +80,14 @@ def test_a_weight_that_is_changed_or_copied_before_it_is_drawn_is_reported(monke
     monkeypatch.setattr(t.Block, "__init__", t.Block.__init__)
     edit_block(SimpleNamespace(t=t), edit)
     with pytest.raises(t.UserError, match=rf"{name} was changed, or copied .* init_weights"):
-        small()
+        t.build_state(small(), t.Config(), torch.float32)
+
+def test_a_weight_that_is_never_drawn_is_reported():
+    """A layer may be created too late, for example after init_weights() was called."""
+    model = small()
+    model.late = t.draw_later(torch.nn.Linear(4, 4))
+    with pytest.raises(t.UserError, match="late.weight was changed, or copied"):
+        t.build_state(model, t.Config(), torch.float32)
 
 def test_weights_can_be_changed_at_the_end_of_the_constructor(monkeypatch):
     """A change at the end of GPT.__init__, which the message recommends, takes effect.
@@ -295,7 +302,6 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
     # An edit may replace the optimizers during training
     run.ddp_model = run.state.raw_model
     run.state.optimizers = [torch.optim.SGD(run.state.raw_model.parameters(), lr=2 * cfg.max_lr)]
-    t.store_initial_values(run.state.optimizers)
     t.train_step(run)
     group = run.state.optimizers[0].param_groups[0]
     assert group["lr"] == pytest.approx(2 * t.get_lr(4, cfg))
