@@ -639,7 +639,10 @@ def find_finished(cfg, files):
     return []
 
 def shards_in_manifest(cfg, files):
-    """Return the Shards in the manifest, and a message if settings or files have changed, or ""."""
+    """Return the Shards in the manifest, and a message if no shards can be made after them, or "".
+
+    The message says that there is no manifest (as in a new folder), or what has changed.
+    """
     manifest = Path(cfg.local_dir, "manifest.json")
     if not manifest.exists():
         return [], "have no manifest.json that says how they were made: restore it"

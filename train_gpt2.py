@@ -141,14 +141,20 @@ FINETUNE = dict(
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
 # weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
-# When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std
+# When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std.
+#
+# For edits: until then, all elements of the weight are PLACEHOLDER. Elements that you set to other
+# values are kept. If you scale the weight or copy it to another one, check_parameters() reports
+# this before the first step, because PLACEHOLDER is so large
+PLACEHOLDER = 2.0**17
+
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
     """
     layer.weight.init_std = std
-    fill_with_placeholder(layer.weight)  # For edits: reveals a change before it is drawn
+    nn.init.constant_(layer.weight, PLACEHOLDER)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
@@ -163,7 +169,8 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            p.copy_(except_edited_elements(drawn, p))
+            # For edits: keep the elements that were set to other values
+            p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and names, as in seed_from(cfg.seed, "wte")."""
@@ -574,8 +581,8 @@ class State:
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When it is called in a new run, the model has its initial
-    weights or, with init_from, the pretrained ones. When a run is resumed, the checkpoint is loaded
-    after this method, and replaces the weights and the attributes.
+    weights or, with init_from, the pretrained ones. When a run is resumed, it is called first, and
+    then the checkpoint replaces the weights and the attributes.
 
     raw_model is the GPT without the DDP wrapper. raw_model.compile() compiles it in place, so
     raw_model(idx) then runs the compiled code.
@@ -660,6 +667,19 @@ def read_step(run):
     first_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
 
+def relative_target_counts(batches):
+    """Return each micro-batch's number of targets, divided by the mean number per micro-batch.
+
+    The mean is over all processes. In the unedited script, all returned values are 1.
+
+    For edits: if read_step() masks targets (sets them to -100), train_step() multiplies the mean
+    losses of the micro-batches by these numbers, so that the loss of a step is the exact mean over
+    all targets that are left.
+    """
+    counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
+    mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
+    return counts / mean
+
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
 
@@ -688,14 +708,14 @@ def train_step(run):
             # backward() adds up the gradients of the micro-batches, but the gradient of the step is
             # their mean. So divide each loss by the number of micro-batches
             loss = loss / len(batches)
-            loss = loss * relative_count  # For edits: 1, unless targets are masked
+            loss = loss * relative_count  # For edits: it is 1, unless targets are masked
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    seed_gradient_edits(cfg, state)
+    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))  # For edits: see the next line
     # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss. Random
     # numbers that you draw here are the same in all processes, because of the seed
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
@@ -892,7 +912,7 @@ def store_initial_values(optimizers):
 def changed_values(group):
     """Return the entries of an optimizer group that differ from those in group["initial"].
 
-    initial_lr is not included, because step_optimizers() must use the one in the code.
+    initial_lr is never included (even if it is a tensor), so that an edited lr takes effect.
 
     group: from an optimizer's state_dict(), so "params" are indices. They are always included,
     because "initial" lacks them.
@@ -1407,7 +1427,7 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def find_origin(cfg, device):
-    """Return the Origin of a command. The five cases come in the same order as in its docstring.
+    """Return the Origin of a command. The cases come in the same order as in Origin's docstring.
 
     Raise UserError if the weights cannot be read.
     """
@@ -1755,18 +1775,6 @@ def tokens_per_byte(loader, encoding, val_tokens):
     return counts.sum() / max(1, n_bytes)
 
 # ---- For edits: checks for easily made mistakes that would otherwise go unnoticed
-
-# Until init_weights() draws a weight, all its elements have this value. It is so large that
-# check_parameters() detects it even if an edit has scaled or copied the weight
-PLACEHOLDER = 2.0**17
-
-def fill_with_placeholder(weight):
-    nn.init.constant_(weight, PLACEHOLDER)
-
-def except_edited_elements(drawn, weight):
-    """Return `drawn`, but with the elements of `weight` that an edit has set to other values."""
-    return torch.where(weight == PLACEHOLDER, drawn.to(weight.device), weight)
-
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
 
@@ -1786,23 +1794,6 @@ def check_parameters(raw_model, optimizers):
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
-
-def relative_target_counts(batches):
-    """Return each micro-batch's number of targets, divided by the mean number per micro-batch.
-
-    The mean is over all processes. Unless targets are masked, all returned values are 1.
-
-    If read_step() masks targets (sets them to -100), train_step() multiplies the mean losses of the
-    micro-batches by these numbers, so that the loss of a step is the exact mean over all targets
-    that are left.
-    """
-    counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
-    mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
-    return counts / mean
-
-def seed_gradient_edits(cfg, state):
-    """Seed torch's generator for random numbers that an edit draws before the weights change."""
-    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
 
 def check_rows_of_step(cfg, step):
     """Raise UserError if the rows of a step are not a multiple of B * processes."""
@@ -1943,7 +1934,7 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        if not continues:  # an earlier run may have ended before its first checkpoint
+        if not continues:  # files are left from a run that ended before its first checkpoint
             self.set_aside("log.txt")
             self.set_aside("hf")  # the exported model
         elif step < self.cfg.max_steps:  # a model that was exported will be trained further
