@@ -78,7 +78,7 @@ class Config:
     shuffle: bool = True            # read the data in a random order, a new one in each epoch
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training. B affects only memory and speed, and is lowered
-    # if it does not divide the batch
+    # if it does not divide the number of rows that each process reads per step
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
     B: int = 64                     # micro-batch size: rows per forward pass
     T: int = 1024                   # tokens per row (the context length)
@@ -859,7 +859,7 @@ def restore_state(state, saved):
     check_same_attributes(state, saved)  # For edits: one may have been added or removed
     device = next(state.raw_model.parameters()).device
     for name, content in saved.items():
-        value = getattr(state, name, None)  # For edits: train_step() may create it later
+        value = getattr(state, name, None)  # For edits: train_step() may create attributes
         if is_stateful(value):
             load_object(value, content)
         else:
@@ -1036,12 +1036,15 @@ def in_todays_form(content):
         content = rename_entries(content)
     if "state" not in content:
         content = move_into_state(content)
-    for optimizer in content["state"].get("optimizers", []):
-        leave_out_unchanged(optimizer)
+    for of_optimizer in content["state"].get("optimizers", []):
+        leave_out_unchanged(of_optimizer)
     return content
 
 def rename_entries(content):
-    """Convert a checkpoint written by 23 November 2026, when some entries had other names."""
+    """Convert a checkpoint written on or before 23 November 2026.
+
+    Some entries had other names.
+    """
     content = dict(content)
     # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
     # "trained", held those of raw_model
@@ -1055,7 +1058,7 @@ def rename_entries(content):
     return content
 
 def move_into_state(content):
-    """Convert a checkpoint written by 24 November 2026.
+    """Convert a checkpoint written on or before 24 November 2026.
 
     The attributes of State were stored at the top level, not in an entry named "state".
     """
@@ -1063,20 +1066,20 @@ def move_into_state(content):
     state = {name: value for name, value in content.items() if name not in others}
     return {name: content[name] for name in others if name in content} | {"state": state}
 
-def leave_out_unchanged(optimizer):
-    """Remove the values that training has not changed from the groups of an optimizer.
+def leave_out_unchanged(content):
+    """Remove values that training has not changed from the groups in an optimizer's state_dict().
 
     Until 25 November 2026, a checkpoint also contained these values. The initial values were in an
     entry named "as_built", "in_code" or "initial". A group without such an entry is in the current
     format, or it is so old that all its values are restored.
     """
-    if "class" not in optimizer:  # For edits: an object that is not a torch.optim.Optimizer
+    if "class" not in content:  # For edits: an object that is not a torch.optim.Optimizer
         return
-    for i, group in enumerate(optimizer["param_groups"]):
+    for i, group in enumerate(content["param_groups"]):
         for name in ("initial", "in_code", "as_built"):  # the newest name comes first
             if name in group:
                 values = {key: value for key, value in group.items() if key != name}
-                optimizer["param_groups"][i] = changed_values(values | {"initial": group[name]})
+                content["param_groups"][i] = changed_values(values | {"initial": group[name]})
                 break
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
@@ -1901,7 +1904,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    has_finished = checkpoint["state"]["step"] >= cfg.max_steps
+    has_finished = checkpoint["state"]["step"] >= cfg.max_steps  # those of this command
     if has_finished and is_of_other_code(checkpoint.get("code")):
         values.append("train_gpt2.py was edited after it finished")
     if values:
@@ -2046,9 +2049,9 @@ def copy_to_host(content, buffers):
 
     buffers: the buffers of the previous copy, or {}. They are overwritten and used again, which is
     faster than allocating new ones.
-    The key of a buffer is the address, shape, stride and dtype of the tensor that it holds. Weights
-    keep their address, so each copy finds the buffers of the previous one. Tied weights have the
-    same address, so they share a buffer and are saved only once.
+    The key of a buffer is the address, shape, stride and dtype of the tensor that it is a copy of.
+    Weights keep their address, so each copy finds the buffers of the previous one. Tied weights
+    have the same address, so they share a buffer and are saved only once.
     """
     new_buffers = {}
 
