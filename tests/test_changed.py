@@ -760,11 +760,12 @@ def test_a_new_model_constant_is_passed_on_by_its_name(monkeypatch):
 @pytest.fixture(scope="module")
 def dropped(folder):
     """Return a finished run with dropout."""
-    return succeed(Forked(folder / "dropped", dropout=0.3, sample_every=10, sample_tokens=30))
+    return succeed(Forked(folder / "dropped", dropout=0.3, sample_every=10, sample_tokens=30,
+                          temperature=0))
 
 def test_a_killed_run_with_dropout_equals_one_that_was_never_killed(folder, dropped):
     """After a restart, each step draws the dropout masks that it has in an uninterrupted run."""
-    words = dict(dropout=0.3, sample_every=10, sample_tokens=30)
+    words = dict(dropout=0.3, sample_every=10, sample_tokens=30, temperature=0)
     for number, step in ((signal.SIGTERM, 6), (signal.SIGKILL, 23)):
         run = Forked(folder / "dropped 2", arrange={"signal_at": (number, step)}, **words)
         run.wait()
@@ -778,8 +779,9 @@ def test_dropout_is_active_in_train_step_only(dropped, finished):
     assert with_noise[0, "val"] == without[0, "val"]
     assert with_noise[0, "train"] != without[0, "train"]
     model = t.GPT.from_pretrained(dropped.log_dir / LAST, dropout=0.3)
-    cfg = t.Config(sample_prompt="\n\n", sample_tokens=30)
-    text = t.sample_text(model, t.get_encoding("bytes"), cfg, seed=1337 + 30)
+    # The most likely tokens, because random ones would depend on the device
+    cfg = t.Config(sample_prompt="\n\n", sample_tokens=30, temperature=0)
+    text = t.sample_text(model, t.get_encoding("bytes"), cfg, seed=1)
     assert text in dropped.out.partition("sample at step 30")[2]
     assert not model.training and model.config.dropout == 0.3
     assert t.GPT.from_pretrained(dropped.log_dir / LAST, dropout=0.0).config.dropout == 0.0
