@@ -729,12 +729,10 @@ def step_optimizers(state, cfg, norm):
     A group that configure_optimizers() built with lr=max_lr gets the learning rate from get_lr(). A
     group that was built with a different lr, such as Muon's, follows the same curve, scaled.
     """
-    store_initial_values(state.optimizers)  # For edits: needed only if training has added a group
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # "initial_lr" is the lr that configure_optimizers() gave to the group (see
-            # store_initial_values)
-            group["lr"] = group["initial_lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            # group["initial"] holds the values that the group was built with
+            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
         if not state.scaler.is_enabled() or norm.isfinite():
@@ -829,7 +827,7 @@ def checkpoint_of(state, cfg, fingerprint):
 def content_of(value):
     """Return the form in which a checkpoint stores an attribute of State."""
     if isinstance(value, torch.optim.Optimizer):
-        return content_of_optimizer(value)
+        return value.state_dict() | {"class": type(value).__name__}
     if hasattr(value, "state_dict"):
         return value.state_dict()
     if isinstance(value, list):
@@ -883,53 +881,21 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- For edits: checkpoints of optimizers. When a run is resumed, the hyperparameters of optimizer
-# groups come from the code, so that an edit takes effect. But a value that training has changed,
-# such as a step count that an optimizer stores in a group, comes from the checkpoint. Therefore
-# each group has an entry "initial", with the values that it was built with, and a checkpoint
-# contains only the values that differ from them:
-#
-#     group when the run stops    momentum=0.95, k=700, initial=dict(momentum=0.95, k=0)
-#     group in the checkpoint     k=700
-#     group in the edited code    momentum=0.8, k=0, initial=dict(momentum=0.8, k=0)
-#     group of the resumed run    momentum=0.8, k=700, initial=dict(momentum=0.8, k=0)
-#
-# (Training also changes lr. But step_optimizers() computes it anew in each step, from initial_lr. A
-# hyperparameter that is a tensor always comes from the checkpoint)
+# ---- Optimizers in a checkpoint. When a run is resumed, the entries of an optimizer group continue
+# with their saved values. For edits: but if the code now builds the group with a different value,
+# for example with a different momentum, this value takes effect. A value that training changes, such
+# as a step count that an optimizer keeps in a group, is not edited, so it continues
 def store_initial_values(optimizers):
     """Store the values that each optimizer group was built with, in group["initial"].
 
-    They include "initial_lr", which step_optimizers() uses. build_state() calls this before a
-    checkpoint is loaded. A group that already has these entries keeps them.
+    build_state() calls this function when the optimizers are new. For edits: call it again if
+    training adds an optimizer or a group.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if "initial" not in group:
-                group["initial_lr"] = group["lr"]
                 group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
                                     if name not in ("params", "param_names")}
-
-def changed_values(group):
-    """Return the entries of an optimizer group that differ from those in group["initial"].
-
-    initial_lr is never included (even if it is a tensor), so that an edited lr takes effect.
-
-    group: from an optimizer's state_dict(), so "params" are indices. They are always included,
-    because "initial" lacks them.
-    """
-    initial, changed = group.get("initial", {}), {}
-    for name, value in group.items():
-        # Tensors are always included, because comparing them yields more than one bool
-        is_changed = name not in initial or has_tensors(value) or value != initial[name]
-        if name not in ("initial", "initial_lr") and is_changed:
-            changed[name] = value
-    return changed
-
-def content_of_optimizer(optimizer):
-    """Return the form in which a checkpoint stores an optimizer."""
-    content = optimizer.state_dict()
-    groups = [changed_values(group) for group in content["param_groups"]]
-    return content | {"param_groups": groups, "class": type(optimizer).__name__}
 
 def load_optimizer(optimizer, content):
     """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
@@ -937,14 +903,25 @@ def load_optimizer(optimizer, content):
     if content.get("class", class_name) != class_name:
         raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
                          f"{class_name}")
-    groups_of_code = optimizer.state_dict()["param_groups"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # load_state_dict() moves an optimizer's state to the device of the parameters. But tensors in
-    # groups must be moved here
     device = parameters[0].device if parameters else None
-    groups = [of_code | moved(saved, device)
-              for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True)]
+    groups_of_code = optimizer.state_dict()["param_groups"]
+    groups = []
+    for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True):
+        # load_state_dict() moves an optimizer's state to the device of the parameters. But tensors
+        # in groups must be moved here
+        values = of_code | moved(saved, device)
+        values |= edited_values(of_code["initial"], saved.get("initial", {}))
+        groups.append(values | {"initial": of_code["initial"]})
     optimizer.load_state_dict(content | {"param_groups": groups})
+
+def edited_values(initial, saved_initial):
+    """Return the initial values of an optimizer group that differ from those in the checkpoint.
+
+    Tensors count as unedited, because comparing them yields more than one bool.
+    """
+    return {name: value for name, value in initial.items()
+            if name in saved_initial and not has_tensors(value) and value != saved_initial[name]}
 
 # ---- Reading a run's folder. Files may be damaged. Only plain values are loaded, because loading
 # arbitrary Python objects could run code
@@ -1036,8 +1013,9 @@ def in_todays_form(content):
         content = rename_entries(content)
     if "state" not in content:
         content = move_into_state(content)
-    for of_optimizer in content["state"].get("optimizers", []):
-        leave_out_unchanged(of_optimizer)
+    for optimizer in content["state"].get("optimizers", []):
+        if "class" in optimizer:  # For edits: an edit may store other objects here
+            rename_initial(optimizer["param_groups"])
     return content
 
 def rename_entries(content):
@@ -1066,21 +1044,14 @@ def move_into_state(content):
     state = {name: value for name, value in content.items() if name not in others}
     return {name: content[name] for name in others if name in content} | {"state": state}
 
-def leave_out_unchanged(content):
-    """Remove values that training has not changed from the groups in an optimizer's state_dict().
+def rename_initial(groups):
+    """Convert the optimizer groups of a checkpoint written on 24 November 2026.
 
-    Until 25 November 2026, a checkpoint also contained these values. The initial values were in an
-    entry named "as_built", "in_code" or "initial". A group without such an entry is in the current
-    format, or it is so old that all its values are restored.
+    The entry "initial" was called "as_built" and then "in_code".
     """
-    if "class" not in content:  # For edits: an object that is not a torch.optim.Optimizer
-        return
-    for i, group in enumerate(content["param_groups"]):
-        for name in ("initial", "in_code", "as_built"):  # the newest name comes first
-            if name in group:
-                values = {key: value for key, value in group.items() if key != name}
-                content["param_groups"][i] = changed_values(values | {"initial": group[name]})
-                break
+    for group in groups:
+        for name in group.keys() & {"as_built", "in_code"}:
+            group["initial"] = group.pop(name)
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1849,8 +1820,8 @@ def unsavable_part(content):
         bad_parts = (unsavable_part(part) for part in content)
         return next((bad for bad in bad_parts if bad is not None), None)
     # np.number is allowed because copy_to_host(), which comes later, makes it a Python number
-    plain = content is None or isinstance(content, (bool, int, float, str, np.number, torch.Tensor))
-    return None if plain else content
+    plain = (bool, int, float, str, torch.Tensor, torch.dtype, np.number)
+    return None if content is None or isinstance(content, plain) else content
 
 @torch.no_grad()
 def loss_warning(run):
@@ -2059,7 +2030,7 @@ def copy_to_host(content, buffers):
         if isinstance(part, dict):
             return {key: copied(value) for key, value in part.items()}
         if isinstance(part, (list, tuple)):
-            return [copied(value) for value in part]
+            return (tuple if isinstance(part, tuple) else list)(map(copied, part))
         if isinstance(part, np.number):  # torch.load(weights_only=True) cannot load it
             return part.item()
         if not torch.is_tensor(part):

@@ -454,7 +454,7 @@ def watch_learning_rates(t, run):
 
     def look(optimizer):
         for i, group in enumerate(optimizer.param_groups):
-            initial = group.get("initial_lr", 0.0)
+            initial = group["initial"]["lr"]
             scheduled = initial * t.get_lr(state.step, cfg) / cfg.max_lr
             if scheduled > 0:
                 name = f"group {i} of {type(optimizer).__name__}"
