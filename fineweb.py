@@ -32,7 +32,6 @@ import textwrap
 import threading
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Literal, NamedTuple, get_args, get_origin
 
@@ -458,44 +457,15 @@ def end_at_once(signal_number, frame):
     finally:
         os._exit(130)
 
-@contextlib.contextmanager
-def signals_postponed():
-    """Postpone STOP_SIGNALS in this process, and block them in processes that it starts.
-
-    At the end, raise the signals that this process has received in the meantime.
-    """
-    # In this process, record signals with handlers.
-    received, usual_handlers = [], {}
-    for number in STOP_SIGNALS:
-        usual_handlers[number] = signal.signal(number, lambda number, _: received.append(number))
-    # Child processes inherit the signals that this thread blocks, and keep them blocked. (A block
-    # would not be enough for this process. It applies to one thread, and the system might deliver a
-    # signal to another thread, which a library has started.)
-    can_block = hasattr(signal, "pthread_sigmask")  # false on Windows
-    blocked_before = None
-    try:
-        if can_block:
-            # Multiprocessing unblocks signals when it starts its resource tracker, so start it
-            # first.
-            resource_tracker.ensure_running()
-            blocked_before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        yield
-    finally:
-        if blocked_before is not None:
-            signal.pthread_sigmask(signal.SIG_SETMASK, blocked_before)
-        for number, handler in usual_handlers.items():
-            signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
-
 def start_workers(nprocs, encoding_name):
-    """Return nprocs new Workers, which never receive STOP_SIGNALS.
-
-    If a signal arrives meanwhile, this process waits until all workers have started, and then ends.
-    (If it ended at once, a worker that is still starting would print a traceback.)
-    """
-    with signals_postponed():
+    """Return nprocs new Workers, which ignore STOP_SIGNALS."""
+    # A process that is started while this process ignores a signal ignores it, too
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
+    try:
         return [Worker(encoding_name) for _ in range(nprocs)]
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
 
 def tokenize_all(batches, nprocs, encoding_name):
     """Tokenize batches in nprocs worker processes.
@@ -550,15 +520,6 @@ class Shard(NamedTuple):
     documents: int  # number of documents that start in it
     end: Place
 
-    def is_full(self):
-        """Return whether this shard has shard_size tokens.
-
-        Only the last shard of a corpus may have fewer, and it ends at Place(len(files), 0, 0). A
-        full shard contains at least one token of the batch in which it ends, so the offset of its
-        end is at least 1.
-        """
-        return self.end.offset > 0
-
 def inputs_of(cfg, files, shards):
     """Return {name: value} of everything that determines the content of these Shards.
 
@@ -567,11 +528,13 @@ def inputs_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    n_files = 0  # the number of files that were read
-    if shards:
-        last = shards[-1]
-        n_files = last.end.file_number + 1 if last.is_full() else last.end.file_number
-    for number, (url, size) in enumerate(files[:n_files]):
+    if not shards:
+        files_read = []
+    elif shards[-1].tokens < cfg.shard_size:  # the whole corpus was read
+        files_read = files
+    else:
+        files_read = files[:shards[-1].end.file_number + 1]
+    for number, (url, size) in enumerate(files_read):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
@@ -623,41 +586,32 @@ def write_into_local_dir(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir, after which this run continues.
 
-    These are the shards in the manifest, up to the first one whose file is missing. A new folder
-    has none.
+    These are the shards in the manifest, up to the first one whose file is missing. Raise UserError
+    if there are training shards, but no manifest, or if settings or files have changed.
 
-    If the settings or files have changed, raise UserError. But if there are no training shards,
-    return [], so that a validation shard is overwritten. Its corpus was too short for a training
-    shard.
+    If there are no training shards, the folder is new, or its corpus was too short for more than a
+    validation shard. In the second case, settings and files may change. Then return [], so that the
+    validation shard is made again.
     """
     folder = Path(cfg.local_dir)
-    shards, problem = shards_in_manifest(cfg, files)
-    if not problem:
-        return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
-    if any(folder.glob("*_train_*.npy")):
-        raise UserError(f"The shards in {folder}/ {problem}, or choose a different --local_dir.")
-    return []
-
-def shards_in_manifest(cfg, files):
-    """Return the Shards in the manifest, and a message if no shards can be made after them, or "".
-
-    The message says that there is no manifest (as in a new folder), or what has changed.
-    """
-    manifest = Path(cfg.local_dir, "manifest.json")
+    manifest = folder / "manifest.json"
+    has_training_shards = any(folder.glob("*_train_*.npy"))
     if not manifest.exists():
-        return [], "have no manifest.json that says how they were made: restore it"
+        if has_training_shards:
+            raise UserError(f"The shards in {folder}/ have no manifest.json that says how they "
+                            f"were made: restore it, or choose a different --local_dir.")
+        return []
     before, shards = read_manifest(manifest)
-    now = inputs_of(cfg, files, shards)  # without the files that come after the last shard
-    changes = [f"{name} was {before.get(name, 'unknown')} and is {now.get(name, 'absent')}"
+    now = inputs_of(cfg, files, shards)
+    changes = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
                for name in {**before, **now} if before.get(name) != now.get(name)]
-    if shards and not shards[-1].is_full():
-        # No shard can follow one that is not full, not even from files that are added now.
-        added = files[shards[-1].end.file_number:]
-        changes += [f"{os.path.basename(url)} was added" for url, size in added]
-    if not changes:
-        return shards, ""
-    return shards, ("were made with different settings or files "
-                    f"({'; '.join(changes[:3])}): undo this change")
+    if changes and has_training_shards:
+        raise UserError(f"The shards in {folder}/ were made with different settings or files "
+                        f"({'; '.join(changes[:3])}): undo this change, or choose a different "
+                        f"--local_dir.")
+    if changes:
+        return []
+    return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
 
 def cut_shards(results, shard_size, dtype, start, n_files):
     """Cut tokens into shards; yield the tokens (n,) of each shard and the Place at its end.
@@ -730,7 +684,7 @@ def make_shards(cfg):
     lock = lock_folder(folder)  # noqa: F841  the lock lasts until this function returns
     remove_unfinished(folder)
     finished = find_finished(cfg, files)
-    corpus_is_done = bool(finished) and not finished[-1].is_full()
+    corpus_is_done = bool(finished) and finished[-1].tokens < cfg.shard_size
     made = []
     if not corpus_is_done and (cfg.max_shards == 0 or len(finished) < cfg.max_shards):
         made = add_shards(cfg, files, finished)
