@@ -10,9 +10,9 @@ token ids in an .npy file: uint16, or uint32 if the encoding has more than
 shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as without the interruption.
 
-This file also holds the helpers that all three scripts share. They are here
-because the worker processes import this file. If it imported train_gpt2.py,
-each worker would have to import torch.
+This file also holds helpers for all three scripts. They are here because the
+worker processes import this file. If it imported train_gpt2.py, each worker
+would have to import torch.
 """
 import argparse
 import contextlib
@@ -59,8 +59,9 @@ SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 BATCH_BYTES = 2 << 20        # bytes of text per batch; with 64 KiB, tokenizing takes 15% longer
 
 # --------------------------------------------------------------- what all three scripts share
-# Errors, encodings, safe file writes, folder locks and command-line flags. This section imports
-# no heavy packages when it is loaded, so that worker processes start fast.
+# Errors, encodings (also in the form that transformers needs), safe file writes, folder locks and
+# command-line flags. This section imports no heavy packages when it is loaded, so that worker
+# processes start fast.
 class UserError(Exception):
     """An error that the user can correct. main() prints its message instead of a traceback."""
 
@@ -520,17 +521,18 @@ class Shard(NamedTuple):
     documents: int  # number of documents that start in it
     end: Place
 
-def inputs_of(cfg, files, shards):
-    """Return {name: value} of everything that determines the content of these Shards.
+def settings_of(cfg, files, shards):
+    """Return the settings in the manifest, {name: value}: all that determines these Shards.
 
-    It contains shard_size, encoding, and the name and size of each file from which the shards were
-    made. The manifest stores it under "settings".
+    They are shard_size, encoding, and the name and size of each file that was read.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         files_read = []
-    elif shards[-1].tokens < cfg.shard_size:  # the whole corpus was read
+    elif shards[-1].tokens < cfg.shard_size:
+        # The corpus ended in this shard. If files have been added since, they are included here, so
+        # find_finished() reports them: with them, the shard would have had more tokens
         files_read = files
     else:
         files_read = files[:shards[-1].end.file_number + 1]
@@ -561,7 +563,7 @@ def write_manifest(cfg, files, shards):
         entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
                         "file": shard.end.file_number, "row": shard.end.row,
                         "used": shard.end.offset})
-    manifest = {"settings": inputs_of(cfg, files, shards), "shards": entries}
+    manifest = {"settings": settings_of(cfg, files, shards), "shards": entries}
     content = json.dumps(manifest, indent=1).encode()
     write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
 
@@ -586,12 +588,12 @@ def write_into_local_dir(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir, after which this run continues.
 
-    These are the shards in the manifest, up to the first one whose file is missing. Raise UserError
-    if there are training shards, but no manifest, or if settings or files have changed.
+    These are the shards in the manifest, up to the first one whose file is missing. A new folder
+    has none.
 
-    If there are no training shards, the folder is new, or its corpus was too short for more than a
-    validation shard. In the second case, settings and files may change. Then return [], so that the
-    validation shard is made again.
+    Raise UserError if training shards have no manifest, or were made with different settings or
+    files. But a validation shard without training shards, whose corpus was too short, may have been
+    made with different settings. It is then made again, so return [].
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -601,10 +603,13 @@ def find_finished(cfg, files):
             raise UserError(f"The shards in {folder}/ have no manifest.json that says how they "
                             f"were made: restore it, or choose a different --local_dir.")
         return []
-    before, shards = read_manifest(manifest)
-    now = inputs_of(cfg, files, shards)
-    changes = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
-               for name in {**before, **now} if before.get(name) != now.get(name)]
+    settings_before, shards = read_manifest(manifest)
+    settings_now = settings_of(cfg, files, shards)
+    changes = []
+    for name in settings_before | settings_now:
+        before, now = [x.get(name, "absent") for x in (settings_before, settings_now)]
+        if before != now:
+            changes.append(f"{name} was {before} and is {now}")
     if changes and has_training_shards:
         raise UserError(f"The shards in {folder}/ were made with different settings or files "
                         f"({'; '.join(changes[:3])}): undo this change, or choose a different "

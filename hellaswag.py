@@ -72,12 +72,12 @@ def iterate_examples(split="val"):
         download()
     try:
         lines = DATA.read_bytes().splitlines()
-        return iter(check_examples([json.loads(line) for line in lines]))
+        return iter(checked_examples([json.loads(line) for line in lines]))
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{DATA} is damaged ({first_line(e)}): delete it, and it will be "
                         f"downloaded again.") from None
 
-def check_examples(examples):
+def checked_examples(examples):
     """Return the questions with their labels converted to int (on the hub they are text).
 
     Raise ValueError or KeyError if the number of questions or a label is wrong.
@@ -104,7 +104,7 @@ def download():
         path = hf_hub_download("Rowan/hellaswag", "default/validation/0000.parquet",
                                repo_type="dataset", endpoint=hub,
                                revision="refs/convert/parquet")  # a branch that the hub creates
-        examples = check_examples(parquet.read_table(path).to_pylist())
+        examples = checked_examples(parquet.read_table(path).to_pylist())
         lines = [json.dumps(example).encode() + b"\n" for example in examples]
         write_whole(DATA, lambda file: file.writelines(lines))
     except Exception as e:  # errors of the hub's client, HTTP and pyarrow have no common class

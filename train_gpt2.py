@@ -143,9 +143,10 @@ FINETUNE = dict(
 # weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
 # When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std.
 #
-# For edits: until then, all elements of the weight are PLACEHOLDER. Elements that you set to other
-# values are kept. If you scale the weight or copy it to another one, check_parameters() reports
-# this before the first step, because PLACEHOLDER is so large
+# For edits: until then, all elements of the weight are PLACEHOLDER. init_weights() keeps elements
+# that you have set to other values. But do not scale the weight, or copy it into another one: the
+# result would be made of numbers as large as PLACEHOLDER, which check_parameters() reports before
+# the first step
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -185,12 +186,10 @@ class GPTConfig:
     For a new model, block_size is T in Config, n_vocab and vocab_size come from the encoding, and
     all other constants have the values in Config. If training starts from existing weights, the
     weights determine all constants except dropout.
-
-    As in nanoGPT, vocab_size is n_vocab rounded up. (In transformers, vocab_size is n_vocab.)
     """
     block_size: int = 1024   # longest context, in tokens
-    n_vocab: int = 50257     # number of token ids
-    vocab_size: int = 50304  # rows of the embedding: n_vocab rounded up, see padded()
+    n_vocab: int = 50257     # number of token ids (in transformers, this is called vocab_size)
+    vocab_size: int = 50304  # as in nanoGPT: n_vocab rounded up by padded(); rows of the embedding
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -310,7 +309,7 @@ class GPT(nn.Module):
         loss = None
         if targets is not None:
             total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-            loss = total / (targets >= 0).sum().clamp(min=1)  # 0 if all targets are ignored
+            loss = total / (targets != -100).sum().clamp(min=1)  # 0 if all targets are ignored
         return (logits if return_logits else None), loss
 
     @torch.no_grad()
@@ -568,6 +567,20 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
+def store_initial_values(optimizers):
+    """Store the values that each optimizer group was built with, in group["initial"].
+
+    build_state() calls this function after configure_optimizers(). step_optimizers() uses the
+    initial lr, and load_optimizer() compares the values with those in the checkpoint.
+
+    For edits: if training adds an optimizer or a group, call this function again.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
 # ---- Training
 @dataclass
 class State:
@@ -591,7 +604,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time for log.txt, as measured by add_time()
+    minutes: float = 0.0          # training time so far, for log.txt (Config.minutes is a limit)
     tokens: int = 0               # number of tokens read so far (an edit may shorten some rows)
 
     @property
@@ -648,8 +661,8 @@ def validation_loss(run, loader, model=None):
             y[n_rows - row:] = -100
         with run.autocast():
             _, loss = model(x, y, return_logits=False)
-        total = total + loss * (y >= 0).sum()
-        counted = counted + (y >= 0).sum()
+        total = total + loss * (y != -100).sum()
+        counted = counted + (y != -100).sum()
     total, counted = sum_over_ranks(torch.stack((total, counted))).tolist()
     return total / counted
 
@@ -676,7 +689,7 @@ def relative_target_counts(batches):
     losses of the micro-batches by these numbers, so that the loss of a step is the exact mean over
     all targets that are left.
     """
-    counts = torch.stack([(y >= 0).sum() for _, _, y in batches])  # (micro-batches,)
+    counts = torch.stack([(y != -100).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
     return counts / mean
 
@@ -693,14 +706,14 @@ def train_step(run):
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
     relative_counts = relative_target_counts(batches)
-    for (row, x, y), relative_count in zip(batches, relative_counts):
+    for i, (row, x, y) in enumerate(batches):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
         # run repeats it. (With dropout, a different B therefore changes the losses slightly)
         torch.manual_seed(seed_from(cfg.seed, row))
         # DDP averages gradients over the processes during the backward pass. Only the last
         # micro-batch needs that. Before it, gradients accumulate locally. The forward pass must
         # also be inside no_sync(), because DDP prepares the averaging in the forward pass
-        is_last = row == batches[-1][0]
+        is_last = i == len(batches) - 1
         only_accumulate = world_size() > 1 and not is_last
         with ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
             with run.autocast():
@@ -708,16 +721,17 @@ def train_step(run):
             # backward() adds up the gradients of the micro-batches, but the gradient of the step is
             # their mean. So divide each loss by the number of micro-batches
             loss = loss / len(batches)
-            loss = loss * relative_count  # For edits: it is 1, unless targets are masked
+            loss = loss * relative_counts[i]  # For edits: it is 1, unless targets are masked
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))  # For edits: see the next line
-    # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss. Random
-    # numbers that you draw here are the same in all processes, because of the seed
+    # For edits: this seed has no effect unless an edit draws random numbers, for example to add
+    # noise to gradients. They are then the same in all processes
+    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
+    # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
     state.step += 1
@@ -731,7 +745,7 @@ def step_optimizers(state, cfg, norm):
     """
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # group["initial"] holds the values that the group was built with
+            # For group["initial"], see store_initial_values()
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
@@ -758,9 +772,9 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. If the run
-            # can already be resumed from this step, as from step 0 of a run from scratch, nothing
-            # is written
+            # Save before evaluating, so that no steps are lost if the evaluation fails. Nothing is
+            # written if the run can be resumed from this step without it: if it was just resumed
+            # from there, or at step 0 of a run from scratch, whose weights follow from the seed
             save_in_background(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -768,7 +782,7 @@ def train(run):
             report(run, step, "hella", hellaswag_score(run), print_always=True)
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
             run.folder.plot()
-        # Do not sample an untrained model, except in a run that only evaluates
+        # Do not sample before the first step, except in a run that only evaluates
         if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):
             print_sample(run)
         if step >= cfg.max_steps:
@@ -848,6 +862,23 @@ def has_tensors(value):
         return any(has_tensors(part) for part in value)
     return torch.is_tensor(value)
 
+def check_same_attributes(state, saved):
+    """Raise ValueError if the attributes of State do not fit those in a checkpoint.
+
+    Numbers and strings may be added or removed. But if an edit has added an object or a tensor, its
+    initial value may be wrong (for example, if it is a copy of the weights with which the run
+    began). And if an edit has removed an object, restore_state() would set the attribute to the
+    dict that the object's state_dict() returned.
+    """
+    for name, value in vars(state).items():
+        if name not in saved and (is_stateful(value) or has_tensors(value)):
+            raise ValueError(f"the checkpoint does not contain State.{name}")
+    for name, content in saved.items():
+        value = getattr(state, name, None)
+        if isinstance(content, dict) and not is_stateful(value) and not isinstance(value, dict):
+            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
+                             "State has none when it is created")
+
 def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
@@ -881,47 +912,38 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- Optimizers in a checkpoint. When a run is resumed, the entries of an optimizer group continue
-# with their saved values. For edits: but if the code now builds the group with a different value,
-# for example with a different momentum, this value takes effect. A value that training changes, such
-# as a step count that an optimizer keeps in a group, is not edited, so it continues
-def store_initial_values(optimizers):
-    """Store the values that each optimizer group was built with, in group["initial"].
-
-    build_state() calls this function when the optimizers are new. For edits: call it again if
-    training adds an optimizer or a group.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
+# ---- Optimizers in a checkpoint. When a run is resumed, an entry of an optimizer group, such as
+# momentum, has three values: the one that the code gave it when the saved run began (initial then),
+# the one when the run was saved, and the one that the code gives it now (initial now). If the two
+# initial values are equal, the saved value is restored. If they differ, the code has been edited,
+# and the new initial value is used. For example:
+#
+#     entry           initial then    saved    initial now    restored
+#     momentum        0.95            0.95     0.8            0.8     (edited)
+#     a step count    0               700      0              700     (changed by training)
 def load_optimizer(optimizer, content):
     """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
         raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
                          f"{class_name}")
+    # load_state_dict() moves an optimizer's state to the device of the parameters. But tensors in
+    # groups must be moved here
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device if parameters else None
-    groups_of_code = optimizer.state_dict()["param_groups"]
+    groups_now = optimizer.state_dict()["param_groups"]
     groups = []
-    for of_code, saved in zip(groups_of_code, content["param_groups"], strict=True):
-        # load_state_dict() moves an optimizer's state to the device of the parameters. But tensors
-        # in groups must be moved here
-        values = of_code | moved(saved, device)
-        values |= edited_values(of_code["initial"], saved.get("initial", {}))
-        groups.append(values | {"initial": of_code["initial"]})
+    for now, saved in zip(groups_now, content["param_groups"], strict=True):
+        initial_then, initial_now = saved.get("initial", {}), now["initial"]
+        edited = {name: value for name, value in initial_now.items()
+                  if name in initial_then and is_edited(initial_then[name], value)}
+        # `now` comes first for entries that the checkpoint lacks
+        groups.append(now | moved(saved, device) | edited | {"initial": initial_now})
     optimizer.load_state_dict(content | {"param_groups": groups})
 
-def edited_values(initial, saved_initial):
-    """Return the initial values of an optimizer group that differ from those in the checkpoint.
-
-    Tensors count as unedited, because comparing them yields more than one bool.
-    """
-    return {name: value for name, value in initial.items()
-            if name in saved_initial and not has_tensors(value) and value != saved_initial[name]}
+def is_edited(then, now):
+    """Return whether two initial values differ. Tensors, which may be large, count as equal."""
+    return not has_tensors(now) and then != now
 
 # ---- Reading a run's folder. Files may be damaged. Only plain values are loaded, because loading
 # arbitrary Python objects could run code
@@ -959,9 +981,9 @@ def newest_checkpoint(folder):
 def checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    This is the newest checkpoint, unless the model has overfitted: if the last checkpoint that was
-    validated does not have the lowest validation loss, return the one that has it. Skip damaged
-    checkpoints. Return None if there is no checkpoint.
+    This is the checkpoint with the lowest validation loss, if a later one has been validated (then
+    the model has overfitted). Otherwise it is the newest checkpoint, even if it has not been
+    validated. Skip damaged checkpoints. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)
     paths = list(found.values())
@@ -1013,15 +1035,14 @@ def in_todays_form(content):
         content = rename_entries(content)
     if "state" not in content:
         content = move_into_state(content)
-    for optimizer in content["state"].get("optimizers", []):
-        if "class" in optimizer:  # For edits: an edit may store other objects here
-            rename_initial(optimizer["param_groups"])
+    rename_initial(content["state"].get("optimizers", []))
     return content
 
 def rename_entries(content):
     """Convert a checkpoint written on or before 23 November 2026.
 
-    Some entries had other names.
+    Some entries had other names. The attributes of State are left at the top level, where
+    move_into_state() finds them.
     """
     content = dict(content)
     # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
@@ -1044,14 +1065,16 @@ def move_into_state(content):
     state = {name: value for name, value in content.items() if name not in others}
     return {name: content[name] for name in others if name in content} | {"state": state}
 
-def rename_initial(groups):
-    """Convert the optimizer groups of a checkpoint written on 24 November 2026.
+def rename_initial(optimizers):
+    """Convert the optimizers in a checkpoint written on 24 November 2026.
 
-    The entry "initial" was called "as_built" and then "in_code".
+    The entry "initial" of a group was called "as_built" and then "in_code".
     """
-    for group in groups:
-        for name in group.keys() & {"as_built", "in_code"}:
-            group["initial"] = group.pop(name)
+    for optimizer in optimizers:
+        # For edits: an object that is not a torch.optim.Optimizer has no "class"
+        for group in optimizer["param_groups"] if "class" in optimizer else []:
+            for name in group.keys() & {"as_built", "in_code"}:
+                group["initial"] = group.pop(name)
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1304,7 +1327,7 @@ def main():
 
 @dataclass
 class Origin:
-    """What a command loads, and what determines the shape of its model. There are five cases:
+    """What a command loads, and what determines the constants of its model. There are five cases:
 
     command                                  loads         the model is determined by
     --sample                                 weights       the weights
@@ -1315,7 +1338,7 @@ class Origin:
     """
     weights: Weights | None = None
     checkpoint: dict | None = None   # as returned by read_checkpoint()
-    info: ModelInfo | None = None    # describes the model; None if Config determines the model
+    info: ModelInfo | None = None    # of the weights or the checkpoint, if it determines the model
 
 def run_command(flags):
     """Train, or print samples. flags: {name: text} of the flags that were given."""
@@ -1358,7 +1381,8 @@ def resolve_config(flags, device=torch.device("cpu")):
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
     preset = PRESETS.get(preset_name, {})
-    cfg = make_config(Config, {"data": data} | preset | flags)  # converts the text of the flags
+    # make_config() converts the text of the flags. Values that are not given here come from Config
+    cfg = make_config(Config, {"data": data} | preset | flags)
     origin, model_line = find_origin(cfg, device), ""
     if origin.info:
         values = constants_set_by_model(origin.info, preset_name, flags)
@@ -1789,23 +1813,6 @@ def check_can_be_saved(attributes):
                             "these, dicts with numbers or strings as keys, or an object with "
                             "state_dict() and load_state_dict().")
 
-def check_same_attributes(state, saved):
-    """Raise ValueError if State has an object or a tensor that was not saved, or lacks an object.
-
-    An added object or tensor is an error, because its initial value may be wrong (for example, if
-    it is a copy of the weights with which the run began). A removed object is an error, because the
-    dict that its state_dict() returned would be restored in its place. Numbers and strings may be
-    added or removed.
-    """
-    for name, value in vars(state).items():
-        if name not in saved and (is_stateful(value) or has_tensors(value)):
-            raise ValueError(f"the checkpoint does not contain State.{name}")
-    for name, content in saved.items():
-        value = getattr(state, name, None)
-        if isinstance(content, dict) and not is_stateful(value) and not isinstance(value, dict):
-            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
-                             "State has none when it is created")
-
 def unsavable_part(content):
     """Return the first part of nested content that cannot be loaded with weights_only=True.
 
@@ -1875,7 +1882,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    has_finished = checkpoint["state"]["step"] >= cfg.max_steps  # those of this command
+    # cfg has the max_steps of this command, which may be higher than those in the checkpoint
+    has_finished = checkpoint["state"]["step"] >= cfg.max_steps
     if has_finished and is_of_other_code(checkpoint.get("code")):
         values.append("train_gpt2.py was edited after it finished")
     if values:
@@ -1908,7 +1916,7 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        if not continues:  # files are left from a run that ended before its first checkpoint
+        if not continues:  # if these exist, a run has left them that ended before its first save
             self.set_aside("log.txt")
             self.set_aside("hf")  # the exported model
         elif step < self.cfg.max_steps:  # a model that was exported will be trained further
