@@ -522,9 +522,10 @@ class Shard(NamedTuple):
     end: Place
 
 def settings_of(cfg, files, shards):
-    """Return the settings in the manifest, {name: value}: all that determines these Shards.
+    """Return the settings, {name: value}, that a manifest of these Shards has today.
 
-    They are shard_size, encoding, and the name and size of each file that was read.
+    They determine the content of the shards: shard_size, encoding, and the name and size of each
+    file that was read. find_finished() compares them with those in the manifest.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
@@ -591,9 +592,9 @@ def find_finished(cfg, files):
     These are the shards in the manifest, up to the first one whose file is missing. A new folder
     has none.
 
-    Raise UserError if training shards have no manifest, or were made with different settings or
-    files. But a validation shard without training shards, whose corpus was too short, may have been
-    made with different settings. It is then made again, so return [].
+    Raise UserError if training shards have no manifest, or were made with different settings. As
+    long as there are no training shards, settings may change. Then return [], so that a validation
+    shard whose corpus was too short for more is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

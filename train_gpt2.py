@@ -143,10 +143,8 @@ FINETUNE = dict(
 # weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
 # When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std.
 #
-# For edits: until then, all elements of the weight are PLACEHOLDER. init_weights() keeps elements
-# that you have set to other values. But do not scale the weight, or copy it into another one: the
-# result would be made of numbers as large as PLACEHOLDER, which check_parameters() reports before
-# the first step
+# For edits: until then, each element of the weight is PLACEHOLDER. If the weight is scaled or
+# copied in the meantime, check_parameters() finds these large numbers before the first step
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -170,7 +168,7 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # For edits: keep the elements that were set to other values
+            # For edits: keep elements that have been set to other values since draw_later()
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -445,9 +443,9 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds four orders. For the training data and for the validation data, these are the
-# order of the shards and the order of the rows in the current shard. Keeping the order of the rows
-# for all shards would need too much memory
+# lru_cache keeps the last four orders: for the training data and for the validation data, the order
+# of the shards and the order of the rows in the current shard. Keeping the order of the rows for
+# all shards would need too much memory
 @lru_cache(maxsize=4)
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
@@ -605,7 +603,7 @@ class State:
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
     minutes: float = 0.0          # training time so far, for log.txt (Config.minutes is a limit)
-    tokens: int = 0               # number of tokens read so far (an edit may shorten some rows)
+    tokens: int = 0               # number of tokens read so far (rows that an edit cuts have fewer)
 
     @property
     def eval_model(self):
@@ -615,7 +613,7 @@ class State:
         """
         return self.raw_model
 
-    # Part two, "Checkpoints", defines how attributes are saved and restored
+    # Part two, "Saving and restoring State", defines how attributes are saved and restored
     def state_dict(self):
         return {name: content_of(value) for name, value in vars(self).items()}
 
@@ -634,7 +632,7 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
-    hellaswag_data: object        # a hellaswag.Prepared; None without evaluation on HellaSwag
+    hellaswag_data: object        # HellaSwag's questions (a hellaswag.Prepared); None if it is off
     folder: "RunFolder | None"    # writes to log_dir. Trial steps (see steps_that_fit) have None
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
@@ -772,9 +770,7 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. Nothing is
-            # written if the run can be resumed from this step without it: if it was just resumed
-            # from there, or at step 0 of a run from scratch, whose weights follow from the seed
+            # Save before evaluating, so that no steps are lost if the evaluation fails
             save_in_background(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -814,9 +810,9 @@ def train(run):
 #                 restore_checkpoint()  in a resumed run: all weights and the rest of State
 #         train()             calls finish() at the end
 #
-# The sections below are in a different order: those that read files come first
+# The first sections below read checkpoints and weights. The others follow the order of a run
 
-# ---- Checkpoints. A checkpoint is a dict with these entries:
+# ---- Reading checkpoints. A checkpoint is a dict with these entries:
 #
 #     state         State.state_dict(), from which a run is resumed
 #     eval_model    State.eval_model.state_dict(): the weights for samples, for the export and for
@@ -828,125 +824,8 @@ def train(run):
 #     code          the checksum of the code
 #
 # A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once.
-# A resumed run must have the constants and the data of its checkpoint (for exceptions, see
-# check_same_training). If the code has changed, the script only warns. The functions of this
-# section convert a State to the entry "state" and back
-def checkpoint_of(state, cfg, fingerprint):
-    """Return the content of a checkpoint of `state`."""
-    return {
-        "state": state.state_dict(), "eval_model": state.eval_model.state_dict(),
-        "gpt_config": asdict(state.raw_model.config), "encoding": cfg.encoding,
-        "constants": asdict(cfg), "data": fingerprint, "code": code_checksum()}
-
-def content_of(value):
-    """Return the form in which a checkpoint stores an attribute of State."""
-    if isinstance(value, torch.optim.Optimizer):
-        return value.state_dict() | {"class": type(value).__name__}
-    if hasattr(value, "state_dict"):
-        return value.state_dict()
-    if isinstance(value, list):
-        return [content_of(part) for part in value]
-    return value
-
-def is_stateful(value):
-    """Return whether a value has load_state_dict(), or is a list with such an object."""
-    if isinstance(value, list):
-        return any(is_stateful(part) for part in value)
-    return hasattr(value, "load_state_dict")
-
-def has_tensors(value):
-    """Return whether a value is a tensor, or a list or dict that contains one."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(has_tensors(part) for part in value)
-    return torch.is_tensor(value)
-
-def check_same_attributes(state, saved):
-    """Raise ValueError if the attributes of State do not fit those in a checkpoint.
-
-    Numbers and strings may be added or removed. But if an edit has added an object or a tensor, its
-    initial value may be wrong (for example, if it is a copy of the weights with which the run
-    began). And if an edit has removed an object, restore_state() would set the attribute to the
-    dict that the object's state_dict() returned.
-    """
-    for name, value in vars(state).items():
-        if name not in saved and (is_stateful(value) or has_tensors(value)):
-            raise ValueError(f"the checkpoint does not contain State.{name}")
-    for name, content in saved.items():
-        value = getattr(state, name, None)
-        if isinstance(content, dict) and not is_stateful(value) and not isinstance(value, dict):
-            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
-                             "State has none when it is created")
-
-def restore_state(state, saved):
-    """Restore State's attributes from `saved`, which state.state_dict() returned.
-
-    An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
-    set to its saved value.
-    """
-    check_same_attributes(state, saved)  # For edits: one may have been added or removed
-    device = next(state.raw_model.parameters()).device
-    for name, content in saved.items():
-        value = getattr(state, name, None)  # For edits: train_step() may create attributes
-        if is_stateful(value):
-            load_object(value, content)
-        else:
-            setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
-
-def load_object(value, content):
-    """Load what content_of() returned into an object or a list of objects."""
-    if isinstance(value, list):
-        for part, saved in zip(value, content, strict=True):
-            load_object(part, saved)
-    elif isinstance(value, torch.optim.Optimizer):
-        load_optimizer(value, content)
-    elif content:  # it is empty for a GradScaler that was disabled
-        value.load_state_dict(content)
-
-def moved(content, device):
-    """Return nested content with its tensors on a device."""
-    if isinstance(content, dict):
-        return {key: moved(part, device) for key, part in content.items()}
-    if isinstance(content, (list, tuple)):
-        return type(content)(moved(part, device) for part in content)
-    return content.to(device) if torch.is_tensor(content) else content
-
-# ---- Optimizers in a checkpoint. When a run is resumed, an entry of an optimizer group, such as
-# momentum, has three values: the one that the code gave it when the saved run began (initial then),
-# the one when the run was saved, and the one that the code gives it now (initial now). If the two
-# initial values are equal, the saved value is restored. If they differ, the code has been edited,
-# and the new initial value is used. For example:
-#
-#     entry           initial then    saved    initial now    restored
-#     momentum        0.95            0.95     0.8            0.8     (edited)
-#     a step count    0               700      0              700     (changed by training)
-def load_optimizer(optimizer, content):
-    """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
-    class_name = type(optimizer).__name__
-    if content.get("class", class_name) != class_name:
-        raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
-                         f"{class_name}")
-    # load_state_dict() moves an optimizer's state to the device of the parameters. But tensors in
-    # groups must be moved here
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    device = parameters[0].device if parameters else None
-    groups_now = optimizer.state_dict()["param_groups"]
-    groups = []
-    for now, saved in zip(groups_now, content["param_groups"], strict=True):
-        initial_then, initial_now = saved.get("initial", {}), now["initial"]
-        edited = {name: value for name, value in initial_now.items()
-                  if name in initial_then and is_edited(initial_then[name], value)}
-        # `now` comes first for entries that the checkpoint lacks
-        groups.append(now | moved(saved, device) | edited | {"initial": initial_now})
-    optimizer.load_state_dict(content | {"param_groups": groups})
-
-def is_edited(then, now):
-    """Return whether two initial values differ. Tensors, which may be large, count as equal."""
-    return not has_tensors(now) and then != now
-
-# ---- Reading a run's folder. Files may be damaged. Only plain values are loaded, because loading
-# arbitrary Python objects could run code
+# A file may be damaged. Only plain values are loaded, because loading arbitrary Python objects
+# could run code
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder, the newest first."""
     paths = Path(folder).glob("checkpoint_*.pt")
@@ -981,9 +860,9 @@ def newest_checkpoint(folder):
 def checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    This is the checkpoint with the lowest validation loss, if a later one has been validated (then
-    the model has overfitted). Otherwise it is the newest checkpoint, even if it has not been
-    validated. Skip damaged checkpoints. Return None if there is no checkpoint.
+    If the last validation did not have the lowest loss, the model has overfitted. Then return the
+    checkpoint with the lowest validation loss. Otherwise return the newest checkpoint, which need
+    not have been validated. Skip damaged checkpoints. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)
     paths = list(found.values())
@@ -1023,58 +902,6 @@ def read_metrics(folder):
     for step, metric, value in re.findall(r"^(\d+) (.+) (-?[\d.]+(?:e-\d+)?)$", text, re.M):
         metrics[metric].append((int(step), float(value)))
     return metrics
-
-# ---- Checkpoints from earlier versions of this script
-def in_todays_form(content):
-    """Convert the content of a checkpoint to the current format, and return it.
-
-    A checkpoint has no version number. Its age is inferred from its entries. Each of the following
-    functions converts an older format to the next newer one.
-    """
-    if "model" in content:
-        content = rename_entries(content)
-    if "state" not in content:
-        content = move_into_state(content)
-    rename_initial(content["state"].get("optimizers", []))
-    return content
-
-def rename_entries(content):
-    """Convert a checkpoint written on or before 23 November 2026.
-
-    Some entries had other names. The attributes of State are left at the top level, where
-    move_into_state() finds them.
-    """
-    content = dict(content)
-    # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
-    # "trained", held those of raw_model
-    content["eval_model"] = content.pop("model")
-    content["raw_model"] = content.pop("trained", content["eval_model"])
-    content |= content.pop("numbers", {})  # the numbers in State, such as `step`
-    for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
-        optimizer["class"] = name
-    # Tokens were not counted yet
-    content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
-    return content
-
-def move_into_state(content):
-    """Convert a checkpoint written on or before 24 November 2026.
-
-    The attributes of State were stored at the top level, not in an entry named "state".
-    """
-    others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
-    state = {name: value for name, value in content.items() if name not in others}
-    return {name: content[name] for name in others if name in content} | {"state": state}
-
-def rename_initial(optimizers):
-    """Convert the optimizers in a checkpoint written on 24 November 2026.
-
-    The entry "initial" of a group was called "as_built" and then "in_code".
-    """
-    for optimizer in optimizers:
-        # For edits: an object that is not a torch.optim.Optimizer has no "class"
-        for group in optimizer["param_groups"] if "class" in optimizer else []:
-            for name in group.keys() & {"as_built", "in_code"}:
-                group["initial"] = group.pop(name)
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1208,7 +1035,7 @@ def check_same_function(ours, hf_model, end_of_text):
         raise ValueError(f"logits differ by {differences.max():.1%}")
 
 # ---- Weights and constants of a trained model. They may come from an edited copy of this file, or
-# from Hugging Face, so they need not fit the GPT in this file
+# from Hugging Face, so they may not fit the GPT in this file
 @dataclass
 class ModelInfo:
     """The constants of an already trained model, and the source of its weights."""
@@ -1338,7 +1165,8 @@ class Origin:
     """
     weights: Weights | None = None
     checkpoint: dict | None = None   # as returned by read_checkpoint()
-    info: ModelInfo | None = None    # of the weights or the checkpoint, if it determines the model
+    # weights.info or that of the checkpoint. None if Config determines the model
+    info: ModelInfo | None = None
 
 def run_command(flags):
     """Train, or print samples. flags: {name: text} of the flags that were given."""
@@ -1762,10 +1590,10 @@ def fingerprint_of(loader):
 def tokens_per_byte(loader, encoding, val_tokens):
     """Return the number of tokens per byte of validation text. <|endoftext|> counts as 0 bytes."""
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # how often each id occurs
+    n_wanted = val_tokens  # how many tokens are still to be counted
     for shard in loader.shards:
-        wanted = val_tokens - counts.sum()  # how many tokens are still to be counted
-        # The first token of a shard is never a target. Once enough are counted, the slice is empty
-        targets = open_shard(shard)[1:1 + wanted]
+        targets = open_shard(shard)[1:1 + n_wanted]  # the first token of a shard is never a target
+        n_wanted -= len(targets)
         # Drop ids beyond the vocabulary. DataLoaderLite reports them when it reads their row
         counts += np.bincount(targets, minlength=len(counts))[:len(counts)]
     n_bytes = sum(counts[token] * len(encoding.decode_single_token_bytes(token))
@@ -1842,6 +1670,161 @@ def loss_warning(run):
                 f"{excess:+.6f}. Put a term that only training should minimize under "
                 "`if self.training`.")
 
+# ---- Saving and restoring State. These functions convert a State to the entry "state" of a
+# checkpoint and back
+def checkpoint_of(state, cfg, fingerprint):
+    """Return the content of a checkpoint of `state`."""
+    return {
+        "state": state.state_dict(), "eval_model": state.eval_model.state_dict(),
+        "gpt_config": asdict(state.raw_model.config), "encoding": cfg.encoding,
+        "constants": asdict(cfg), "data": fingerprint, "code": code_checksum()}
+
+def content_of(value):
+    """Return the form in which a checkpoint stores an attribute of State."""
+    if isinstance(value, torch.optim.Optimizer):
+        return value.state_dict() | {"class": type(value).__name__}
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, list):
+        return [content_of(part) for part in value]
+    return value
+
+def is_stateful(value):
+    """Return whether a value has load_state_dict(), or is a list with such an object."""
+    if isinstance(value, list):
+        return any(is_stateful(part) for part in value)
+    return hasattr(value, "load_state_dict")
+
+def has_tensors(value):
+    """Return whether a value is a tensor, or a list or dict that contains one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(has_tensors(part) for part in value)
+    return torch.is_tensor(value)
+
+def restore_state(state, saved):
+    """Restore State's attributes from `saved`, which state.state_dict() returned.
+
+    An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
+    set to its saved value. Raise ValueError if an object or a tensor was not saved.
+    """
+    for name, value in vars(state).items():
+        # For edits: an object or a tensor that was added after the checkpoint was written may have
+        # a wrong value, for example if it is a copy of the weights with which the run began
+        if name not in saved and (is_stateful(value) or has_tensors(value)):
+            raise ValueError(f"the checkpoint does not contain State.{name}")
+    device = next(state.raw_model.parameters()).device
+    for name, content in saved.items():
+        value = getattr(state, name, None)  # For edits: train_step() may create attributes
+        if is_stateful(value):
+            load_object(value, content)
+        else:
+            setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
+
+def load_object(value, content):
+    """Load what content_of() returned into an object or a list of objects."""
+    if isinstance(value, list):
+        for part, saved in zip(value, content, strict=True):
+            load_object(part, saved)
+    elif isinstance(value, torch.optim.Optimizer):
+        load_optimizer(value, content)
+    elif content:  # it is empty for a GradScaler that was disabled
+        value.load_state_dict(content)
+
+def moved(content, device):
+    """Return nested content with its tensors on a device."""
+    if isinstance(content, dict):
+        return {key: moved(part, device) for key, part in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(moved(part, device) for part in content)
+    return content.to(device) if torch.is_tensor(content) else content
+
+# ---- Optimizers in a checkpoint. When a run is resumed, an entry of an optimizer group, such as
+# momentum, has three values: the one that the code gave it when the saved run began (initial then),
+# the one when the run was saved, and the one that the code gives it now (initial now). If the two
+# initial values are equal, the saved value is restored. If they differ, the code has been edited,
+# and the new initial value is used. For example:
+#
+#     entry                                 initial then    saved    initial now    restored
+#     momentum                              0.95            0.95     0.8            0.8
+#     a step count of your own optimizer    0               700      0              700
+def load_optimizer(optimizer, content):
+    """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
+    class_name = type(optimizer).__name__
+    if content.get("class", class_name) != class_name:
+        raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
+                         f"{class_name}")
+    # load_state_dict() moves an optimizer's state to the device of the parameters. But tensors in
+    # groups must be moved here
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device if parameters else None
+    groups_now = optimizer.state_dict()["param_groups"]
+    groups = []
+    for now, saved in zip(groups_now, content["param_groups"], strict=True):
+        initial_then, initial_now = saved.get("initial", {}), now["initial"]
+        edited = {name: value for name, value in initial_now.items()
+                  if name in initial_then and is_edited(initial_then[name], value)}
+        # `now` comes first for entries that the checkpoint lacks
+        groups.append(now | moved(saved, device) | edited | {"initial": initial_now})
+    optimizer.load_state_dict(content | {"param_groups": groups})
+
+def is_edited(then, now):
+    """Return whether two initial values differ. Tensors, which may be large, count as equal."""
+    return not has_tensors(now) and then != now
+
+# ---- Checkpoints from earlier versions of this script
+def in_todays_form(content):
+    """Convert the content of a checkpoint to the current format, and return it.
+
+    A checkpoint has no version number. Its age is inferred from its entries. Each of the following
+    functions converts an older format to the next newer one.
+    """
+    if "model" in content:
+        content = rename_entries(content)
+    if "state" not in content:
+        content = move_into_state(content)
+    rename_to_initial(content["state"].get("optimizers", []))
+    return content
+
+def rename_entries(content):
+    """Convert a checkpoint written on or before 23 November 2026.
+
+    Some entries had other names. The attributes of State are left at the top level, where
+    move_into_state() finds them.
+    """
+    content = dict(content)
+    # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
+    # "trained", held those of raw_model
+    content["eval_model"] = content.pop("model")
+    content["raw_model"] = content.pop("trained", content["eval_model"])
+    content |= content.pop("numbers", {})  # the numbers in State, such as `step`
+    for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
+        optimizer["class"] = name
+    # Tokens were not counted yet
+    content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
+    return content
+
+def move_into_state(content):
+    """Convert a checkpoint written on or before 24 November 2026.
+
+    The attributes of State were stored at the top level, not in an entry named "state".
+    """
+    others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
+    state = {name: value for name, value in content.items() if name not in others}
+    return {name: content[name] for name in others if name in content} | {"state": state}
+
+def rename_to_initial(optimizers):
+    """Convert the optimizers in a checkpoint written on 24 November 2026.
+
+    Their groups had an entry "as_built" or "in_code", which is now called "initial".
+    """
+    for optimizer in optimizers:
+        # For edits: an object that is not a torch.optim.Optimizer has no "class"
+        for group in optimizer["param_groups"] if "class" in optimizer else []:
+            for name in group.keys() & {"as_built", "in_code"}:
+                group["initial"] = group.pop(name)
+
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 
 # Constants that may be changed freely when a run is resumed. They do not affect training, except
@@ -1916,7 +1899,7 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        if not continues:  # if these exist, a run has left them that ended before its first save
+        if not continues:  # another run, which ended before its first save, may have left these
             self.set_aside("log.txt")
             self.set_aside("hf")  # the exported model
         elif step < self.cfg.max_steps:  # a model that was exported will be trained further
@@ -2002,8 +1985,8 @@ class RunFolder:
     def prune(self, step):
         """Delete checkpoints that need not be kept, now that the one for `step` has been written.
 
-        Of the older ones, keep the newest, one every keep_every steps, and the one with the lowest
-        validation loss.
+        Keep this one, the newest of the older ones, one every keep_every steps, and the one with
+        the lowest validation loss of all.
         """
         found = find_checkpoints(self.path)  # {step: path}
         older = [other_step for other_step in found if other_step < step]  # steps, the newest first
