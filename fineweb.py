@@ -180,7 +180,7 @@ def remove_unfinished(folder):
         part.unlink()
 
 def lock_folder(folder):
-    """Lock a folder so that no other run uses it, and return the lock. Make the folder if needed.
+    """Lock a folder so that no other run uses it. Create it if needed. Return the lock.
 
     The caller must keep a reference to the lock. It is released when the object is deleted or when
     this process ends for any reason. Raise UserError if another process holds the lock. If the disk
@@ -189,7 +189,7 @@ def lock_folder(folder):
     import filelock  # torch and datasets depend on it, so it is always installed
     lock = filelock.FileLock(Path(folder, ".lock"))
     try:
-        lock.acquire(timeout=0)  # also makes the folder
+        lock.acquire(timeout=0)  # also creates the folder
     except filelock.Timeout:
         raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose a "
                         f"different folder.") from None
@@ -460,7 +460,7 @@ def end_at_once(signal_number, frame):
 
 def start_workers(nprocs, encoding_name):
     """Return nprocs new Workers, which ignore STOP_SIGNALS."""
-    # A process that is started while this process ignores a signal ignores it, too
+    # Child processes inherit that a signal is ignored. So ignore it while they are started
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
         return [Worker(encoding_name) for _ in range(nprocs)]
@@ -522,7 +522,7 @@ class Shard(NamedTuple):
     end: Place
 
 def settings_of(cfg, files, shards):
-    """Return the settings, {name: value}, that a manifest of these Shards has today.
+    """Return the settings, {name: value}, that a manifest of these Shards would contain now.
 
     They determine the content of the shards: shard_size, encoding, and the name and size of each
     file that was read. find_finished() compares them with those in the manifest.
@@ -532,8 +532,8 @@ def settings_of(cfg, files, shards):
     if not shards:
         files_read = []
     elif shards[-1].tokens < cfg.shard_size:
-        # The corpus ended in this shard. If files have been added since, they are included here, so
-        # find_finished() reports them: with them, the shard would have had more tokens
+        # The corpus ended in this shard. Files that have been added since then would have made the
+        # shard longer. Include them, so that find_finished() reports the difference
         files_read = files
     else:
         files_read = files[:shards[-1].end.file_number + 1]
@@ -589,12 +589,12 @@ def write_into_local_dir(cfg, name, write):
 def find_finished(cfg, files):
     """Return the finished Shards in local_dir, after which this run continues.
 
-    These are the shards in the manifest, up to the first one whose file is missing. A new folder
+    These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    Raise UserError if training shards have no manifest, or were made with different settings. As
-    long as there are no training shards, settings may change. Then return [], so that a validation
-    shard whose corpus was too short for more is made again.
+    Raise UserError if training shards have no manifest, or were made with different settings. If
+    there is only a validation shard, because the corpus was too short for more, the settings may
+    differ. In that case, return [], so that it is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -629,7 +629,9 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     shard = np.empty(shard_size, dtype)
     filled = 0
-    to_skip = start.offset  # number of tokens that belong to earlier shards
+    # The number of tokens that belong to earlier shards. They are all in the first batch, unless a
+    # version of this script with larger batches made these shards
+    to_skip = start.offset
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:

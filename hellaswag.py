@@ -4,7 +4,7 @@
     python hellaswag.py -m gpt2-xl -d cuda      # any causal LM on the hub
     python hellaswag.py -m log/hf --limit 1000  # a model that you have trained
 
-In Python, with a function `encode` from a text to the model's token ids:
+In Python, with a function `encode` that turns a text into the model's token ids:
 
     evaluate(model, prepare(iterate_examples("val"), model, encode))
 
@@ -132,6 +132,7 @@ def encode_after_space(text, encode):
 
     These are not always encode(" " + text), because some tokenizers add a start token or another
     space at the beginning of every text. So encode "a " + text, and leave out the tokens of "a".
+    The first token that is left contains the space.
     """
     return encode(f"a {text}")[len(encode("a")):]
 
@@ -196,7 +197,7 @@ def make_batches(rows, batch_tokens):
     """Return Prepared.batches, the longest rows first.
 
     rows: pairs (context, ending) of token ids.
-    batch_tokens: the largest size of a batch, rows times length.
+    batch_tokens: the largest size of a batch in tokens (rows times length).
     Rows of similar length share a batch. With batches in file order, padding would make the batches
     25% larger in total with CPU_BATCH, and 42% larger with GPU_BATCH. The longest rows come first,
     so that an out-of-memory error occurs in the first batch.

@@ -90,15 +90,15 @@ class Config:
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a folder of a model, or a .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices in the blocks
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: AdamW, but Muon for matrices in blocks
     max_lr: float = 6e-4            # peak learning rate; with FINETUNE, the default is 0.1 / n_embd
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
-    epochs: float = 0.0             # passes over the data; if above 0, max_steps follows from it
-    minutes: float = 0.0            # if above 0, max_steps is what fits into this training time
+    epochs: float = 0.0             # passes over the data; if above 0, they determine max_steps
+    minutes: float = 0.0            # if above 0, train for as many steps as fit into these minutes
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -187,7 +187,7 @@ class GPTConfig:
     """
     block_size: int = 1024   # longest context, in tokens
     n_vocab: int = 50257     # number of token ids (in transformers, this is called vocab_size)
-    vocab_size: int = 50304  # as in nanoGPT: n_vocab rounded up by padded(); rows of the embedding
+    vocab_size: int = 50304  # rows of the embedding: n_vocab rounded up by padded(), as in nanoGPT
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -288,9 +288,9 @@ class GPT(nn.Module):
         there are no targets. Targets of -100 are ignored. Validation also uses this loss, so put a
         term that only training should minimize (for example a z-loss) under `if self.training`.
 
-        With return_logits=False, the logits are used for the loss but not returned (None). A
-        training step uses this option because torch.compile would otherwise allocate a gradient
-        for the returned logits, 13 GB at B=64.
+        With return_logits=False, None is returned instead of the logits. A training step uses this
+        option because torch.compile would otherwise allocate a gradient for the returned logits,
+        13 GB at B=64.
         """
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
@@ -355,8 +355,8 @@ def build_model(cfg, gpt_config):
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
     belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
-    parameters do not become parameters of the model. Before you call it in GPT.forward, move it
-    with .to(idx.device).
+    parameters do not become parameters of the model. The teacher is then not moved together with
+    the model. So move it in GPT.forward, with .to(idx.device), before you call it.
     """
     torch.manual_seed(cfg.seed)  # For edits: layers without draw_later() use torch's generator
     model = GPT(gpt_config, cfg.seed)
@@ -376,7 +376,7 @@ class DataLoaderLite:
     have 12 rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows,
     in a different order, as row numbers 12 to 23.
 
-    With `recut`, which is used for text files, each epoch cuts the shards at different places, so
+    With `recut`, which is used for text files, the rows of each epoch begin at different tokens, so
     that even a small text yields new rows in each epoch (see the end of locate).
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
@@ -410,9 +410,9 @@ class DataLoaderLite:
         row_order = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(row_order[n_read_of_shard]) * self.T          # 17 * 8 = 136
         if self.recut:
-            # In this epoch, rows begin `shift` tokens earlier, where shift < T. The first row
-            # cannot begin earlier, so it overlaps the second one. With the factor 0.618, the shifts
-            # of consecutive epochs are very different
+            # In this epoch, each row begins `shift` tokens before its usual place, where shift < T.
+            # The first row cannot move, so it overlaps the second one. With the factor 0.618, the
+            # shifts of consecutive epochs are very different
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -443,8 +443,8 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# lru_cache keeps the last four orders: for the training data and for the validation data, the order
-# of the shards and the order of the rows in the current shard. Keeping the order of the rows for
+# Four orders are in use at a time: the order of the shards and the order of the rows in the current
+# shard, both for the training data and for the validation data. Keeping the orders of the rows of
 # all shards would need too much memory
 @lru_cache(maxsize=4)
 def order_of(n, shuffle, *key):
@@ -483,7 +483,8 @@ def newton_schulz(G):
     Each iteration maps each singular value x to a * x + b * x^3 + c * x^5 (Jordan et al. 2024).
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # the slope at 0 is steep, so small values grow quickly
-    X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)  # now no singular value exceeds 1
+    # No singular value exceeds the Frobenius norm. So after this line, none exceeds 1
+    X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         A = X @ X.mT                                    # (n, rows, rows)
         P = torch.baddbmm(A, A, A, beta=b, alpha=c)     # b A + c A^2
@@ -602,8 +603,8 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time so far, for log.txt (Config.minutes is a limit)
-    tokens: int = 0               # number of tokens read so far (rows that an edit cuts have fewer)
+    minutes: float = 0.0          # training time so far, for log.txt (Config.minutes is unrelated)
+    tokens: int = 0               # number of tokens read so far, also if an edit shortens rows
 
     @property
     def eval_model(self):
@@ -633,7 +634,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions (a hellaswag.Prepared); None if it is off
-    folder: "RunFolder | None"    # writes to log_dir. Trial steps (see steps_that_fit) have None
+    folder: "RunFolder | None"    # writes to log_dir; None for trial steps (see steps_that_fit)
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -683,9 +684,9 @@ def relative_target_counts(batches):
 
     The mean is over all processes. In the unedited script, all returned values are 1.
 
-    For edits: if read_step() masks targets (sets them to -100), train_step() multiplies the mean
-    losses of the micro-batches by these numbers, so that the loss of a step is the exact mean over
-    all targets that are left.
+    train_step() multiplies the mean loss of each micro-batch by its number. For edits: this matters
+    only if read_step() masks targets (sets them to -100). The loss of a step is then the exact mean
+    over all targets that are left.
     """
     counts = torch.stack([(y != -100).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
@@ -726,8 +727,8 @@ def train_step(run):
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: this seed has no effect unless an edit draws random numbers, for example to add
-    # noise to gradients. They are then the same in all processes
+    # For edits: this seed matters only if an edit draws random numbers, for example to add noise to
+    # gradients. Because of it, these numbers are the same in all processes
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
@@ -770,7 +771,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (Steps from
+            # which the run can already be resumed are not saved: see RunFolder.can_resume_at)
             save_in_background(run)
         if due(cfg.eval_every, run):
             validate(run)
@@ -824,8 +826,8 @@ def train(run):
 #     code          the checksum of the code
 #
 # A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once.
-# A file may be damaged. Only plain values are loaded, because loading arbitrary Python objects
-# could run code
+# The functions below check whether a file is damaged. They load only plain values, because loading
+# arbitrary Python objects could run code
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder, the newest first."""
     paths = Path(folder).glob("checkpoint_*.pt")
@@ -860,9 +862,10 @@ def newest_checkpoint(folder):
 def checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    If the last validation did not have the lowest loss, the model has overfitted. Then return the
-    checkpoint with the lowest validation loss. Otherwise return the newest checkpoint, which need
-    not have been validated. Skip damaged checkpoints. Return None if there is no checkpoint.
+    Of the checkpoints that have been validated, if the last one does not have the lowest loss, the
+    model has overfitted. Then return the one with the lowest loss. Otherwise return the newest
+    checkpoint, which need not have been validated. Skip damaged checkpoints. Return None if there
+    is no checkpoint.
     """
     found = find_checkpoints(folder)
     paths = list(found.values())
@@ -1089,7 +1092,7 @@ def gpt_config_of_run(cfg, encoding, info=None):
         return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
                          vocab_size=padded(encoding.n_vocab), **in_both)
     # For edits: a constant that did not exist when the weights were trained comes from cfg. dropout
-    # always does, unless an edit has removed it
+    # always comes from cfg, unless an edit has removed it
     constants = in_both | info.gpt_config
     if "dropout" in in_both:
         constants["dropout"] = cfg.dropout
@@ -1107,7 +1110,7 @@ def make_gpt_config(constants, source):
     return GPTConfig(**constants)
 
 def load_pretrained(cls, source, constants):
-    """Return a model of class `cls`, a GPT, with the weights in `source` (see from_pretrained)."""
+    """Return a model of class `cls` (GPT) with the weights in `source` (see from_pretrained)."""
     weights = source if isinstance(source, Weights) else read_weights(str(source))
     model = cls(make_gpt_config(weights.info.gpt_config | constants, weights.info.source))
     load_weights(model, weights)
@@ -1135,7 +1138,7 @@ PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 def main():
     """Do what the command line asks. On a UserError, print its message and exit with status 1."""
     sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # before training, Ctrl-C has nothing to save
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process: nothing to save yet
     code_checksum()  # it is computed now and cached, since the file may be edited during the run
     try:
         run_command(parse_flags(Config, __doc__, PRESETS))
@@ -1160,8 +1163,10 @@ class Origin:
     --sample                                 weights       the weights
     new run from scratch                     nothing       Config
     new run with init_from                   weights       the weights
-    resumed run that began from scratch      checkpoint    Config (which must not have changed)
-    resumed run that began with init_from    checkpoint    the checkpoint
+    resumed run from scratch                 checkpoint    Config (which must not have changed)
+    resumed run with init_from               checkpoint    the checkpoint
+
+    A resumed run must have the same init_from as before (check_same_training() checks this).
     """
     weights: Weights | None = None
     checkpoint: dict | None = None   # as returned by read_checkpoint()
@@ -1369,8 +1374,8 @@ def rank():
 def world_size():
     """Return the number of processes that torchrun started.
 
-    This also works before the process group exists. If WORLD_SIZE is set without RANK, as Slurm may
-    do, there is one process.
+    This also works before the process group exists. Slurm may set WORLD_SIZE, but not RANK. Then
+    there is one process.
     """
     return int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
@@ -1390,8 +1395,8 @@ def print0(text):
 
 def join_processes(device):
     """Form the group of all processes that torchrun started."""
-    # DDP(...) imports torch.distributed.nn. If it is first imported when a process group exists, it
-    # keeps a reference to the group, and Python may abort on exit. So import it first
+    # DDP(...) imports torch.distributed.nn. If this module is first imported while a process group
+    # exists, it keeps a reference to the group, and Python may abort on exit. So import it now
     import torch.distributed.nn  # noqa: F401
     # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
     # for each restart keeps them from finding the addresses of dead processes
@@ -1588,7 +1593,11 @@ def fingerprint_of(loader):
     return f"{sum(loader.lengths):,} tokens in {len(parts)} file(s) #{crc:08x}"
 
 def tokens_per_byte(loader, encoding, val_tokens):
-    """Return the number of tokens per byte of validation text. <|endoftext|> counts as 0 bytes."""
+    """Return the number of tokens per byte of the validation text.
+
+    It is measured on the first val_tokens targets, about as many as validation_loss() reads.
+    <|endoftext|> counts as 0 bytes.
+    """
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # how often each id occurs
     n_wanted = val_tokens  # how many tokens are still to be counted
     for shard in loader.shards:
@@ -1740,11 +1749,11 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- Optimizers in a checkpoint. When a run is resumed, an entry of an optimizer group, such as
-# momentum, has three values: the one that the code gave it when the saved run began (initial then),
-# the one when the run was saved, and the one that the code gives it now (initial now). If the two
-# initial values are equal, the saved value is restored. If they differ, the code has been edited,
-# and the new initial value is used. For example:
+# ---- Optimizers in a checkpoint. When a run is resumed, each entry of an optimizer group, such as
+# momentum, has three values: "initial then", which the code set when the saved run began; "saved",
+# which is in the checkpoint; and "initial now", which the current code sets. If the two initial
+# values are equal, the saved value is restored. If they differ, the code has been edited, and the
+# new initial value is used. For example:
 #
 #     entry                                 initial then    saved    initial now    restored
 #     momentum                              0.95            0.95     0.8            0.8
@@ -1765,7 +1774,7 @@ def load_optimizer(optimizer, content):
         initial_then, initial_now = saved.get("initial", {}), now["initial"]
         edited = {name: value for name, value in initial_now.items()
                   if name in initial_then and is_edited(initial_then[name], value)}
-        # `now` comes first for entries that the checkpoint lacks
+        # Entries that the checkpoint lacks keep their values in `now`
         groups.append(now | moved(saved, device) | edited | {"initial": initial_now})
     optimizer.load_state_dict(content | {"param_groups": groups})
 
@@ -1778,7 +1787,8 @@ def in_todays_form(content):
     """Convert the content of a checkpoint to the current format, and return it.
 
     A checkpoint has no version number. Its age is inferred from its entries. Each of the following
-    functions converts an older format to the next newer one.
+    functions converts an older format to the next newer one. A still older checkpoint goes through
+    all of them.
     """
     if "model" in content:
         content = rename_entries(content)
@@ -1865,7 +1875,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    # cfg has the max_steps of this command, which may be higher than those in the checkpoint
+    # cfg.max_steps is the value of this command. It may be higher than that in the checkpoint
     has_finished = checkpoint["state"]["step"] >= cfg.max_steps
     if has_finished and is_of_other_code(checkpoint.get("code")):
         values.append("train_gpt2.py was edited after it finished")
@@ -1902,7 +1912,7 @@ class RunFolder:
         if not continues:  # another run, which ended before its first save, may have left these
             self.set_aside("log.txt")
             self.set_aside("hf")  # the exported model
-        elif step < self.cfg.max_steps:  # a model that was exported will be trained further
+        elif step < self.cfg.max_steps:  # training continues, so an earlier export is outdated
             self.set_aside("hf")
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
@@ -1985,8 +1995,8 @@ class RunFolder:
     def prune(self, step):
         """Delete checkpoints that need not be kept, now that the one for `step` has been written.
 
-        Keep this one, the newest of the older ones, one every keep_every steps, and the one with
-        the lowest validation loss of all.
+        Keep the two newest checkpoints, those at multiples of keep_every, and the one with the
+        lowest validation loss.
         """
         found = find_checkpoints(self.path)  # {step: path}
         older = [other_step for other_step in found if other_step < step]  # steps, the newest first
@@ -2176,9 +2186,9 @@ def build_state(raw_model, cfg, dtype):
     return state
 
 def restore_checkpoint(state, checkpoint, log_dir):
-    """Load the saved State from `checkpoint`, the content of a checkpoint in log_dir, into `state`.
+    """Load the State that a checkpoint in log_dir contains into `state`.
 
-    Raise UserError if it does not fit the code.
+    checkpoint: what read_checkpoint() returned. Raise UserError if it does not fit the code.
     """
     try:
         state.load_state_dict(checkpoint["state"])
@@ -2195,7 +2205,10 @@ def wrap_in_ddp(raw_model):
     return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
 
 def describe_batch(cfg):
-    """Return the number of tokens per step as text. For edits: rows_before() may let it grow."""
+    """Return the number of tokens per step as text.
+
+    For edits: rows_before() may let the batch grow.
+    """
     steps = (0, max(0, cfg.max_steps - 1))
     first, last = [f"{rows_of_step(cfg, step) * cfg.T:,}" for step in steps]
     return first if first == last else f"{first} to {last}"
