@@ -1780,7 +1780,7 @@ def load_optimizer(optimizer, content):
 
 def is_edited(then, now):
     """Return whether two initial values differ. Tensors, which may be large, count as equal."""
-    return not has_tensors(now) and then != now
+    return not has_tensors((then, now)) and then != now
 
 # ---- Checkpoints from earlier versions of this script
 def in_todays_form(content):
