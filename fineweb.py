@@ -459,8 +459,11 @@ def end_at_once(signal_number, frame):
         os._exit(130)
 
 def start_workers(nprocs, encoding_name):
-    """Return nprocs new Workers, which ignore STOP_SIGNALS."""
-    # Child processes inherit that a signal is ignored. So ignore it while they are started
+    """Return nprocs new Workers, which ignore STOP_SIGNALS (except on Windows).
+
+    This process also ignores them while it starts the workers, a fraction of a second.
+    """
+    # Child processes inherit that a signal is ignored
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
         return [Worker(encoding_name) for _ in range(nprocs)]
@@ -531,7 +534,7 @@ def settings_of(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         files_read = []
-    elif shards[-1].tokens < cfg.shard_size:
+    elif shards[-1].tokens < shards[0].tokens:
         # The corpus ended in this shard. Files that have been added since then would have made the
         # shard longer. Include them, so that find_finished() reports the difference
         files_read = files
@@ -593,8 +596,8 @@ def find_finished(cfg, files):
     has none.
 
     Raise UserError if training shards have no manifest, or were made with different settings. If
-    there is only a validation shard, because the corpus was too short for more, the settings may
-    differ. In that case, return [], so that it is made again.
+    there is only a validation shard (perhaps because the corpus was too short for more), the
+    settings may differ. In that case, return [], so that it is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

@@ -143,8 +143,8 @@ FINETUNE = dict(
 # weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
 # When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std.
 #
-# For edits: until then, each element of the weight is PLACEHOLDER. If the weight is scaled or
-# copied in the meantime, check_parameters() finds these large numbers before the first step
+# For edits: until then, each element of the weight is PLACEHOLDER. If the weight is scaled, or
+# copied into a new parameter, check_parameters() finds these large numbers before the first step
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -1621,7 +1621,7 @@ def check_parameters(raw_model, optimizers):
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest > PLACEHOLDER / 1000:
+        if largest >= PLACEHOLDER / 1000:
             raise UserError(f"{name} was changed, or copied from another weight, before "
                             "init_weights() drew it, or created after that. Change weights at the "
                             "end of GPT.__init__, or create the layer without draw_later(). (A "
@@ -1664,8 +1664,10 @@ def unsavable_part(content):
         bad_parts = (unsavable_part(part) for part in content)
         return next((bad for bad in bad_parts if bad is not None), None)
     # np.number is allowed because copy_to_host(), which comes later, makes it a Python number
-    plain = (bool, int, float, str, torch.Tensor, torch.dtype, np.number)
-    return None if content is None or isinstance(content, plain) else content
+    # A subclass of int or str, such as an Enum, cannot be loaded. So compare the exact type
+    if content is None or type(content) in (bool, int, float, str, torch.dtype):
+        return None
+    return None if isinstance(content, (torch.Tensor, np.number)) else content
 
 @torch.no_grad()
 def loss_warning(run):
@@ -1691,7 +1693,7 @@ def checkpoint_of(state, cfg, fingerprint):
 def content_of(value):
     """Return the form in which a checkpoint stores an attribute of State."""
     if isinstance(value, torch.optim.Optimizer):
-        return value.state_dict() | {"class": type(value).__name__}
+        return content_of_optimizer(value)
     if hasattr(value, "state_dict"):
         return value.state_dict()
     if isinstance(value, list):
@@ -1716,7 +1718,8 @@ def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
-    set to its saved value. Raise ValueError if an object or a tensor was not saved.
+    set to its saved value. Raise ValueError if an object or a tensor was not saved, or if an object
+    was saved that State does not have.
     """
     for name, value in vars(state).items():
         # For edits: an object or a tensor that was added after the checkpoint was written may have
@@ -1729,6 +1732,10 @@ def restore_state(state, saved):
         if is_stateful(value):
             load_object(value, content)
         else:
+            # For edits: an object was removed from State. Its content must not take its place
+            if isinstance(content, dict) and not isinstance(value, dict):
+                raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, "
+                                 "but State has none when it is created")
             setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
 
 def load_object(value, content):
@@ -1750,14 +1757,31 @@ def moved(content, device):
     return content.to(device) if torch.is_tensor(content) else content
 
 # ---- Optimizers in a checkpoint. When a run is resumed, each entry of an optimizer group, such as
-# momentum, has three values: "initial then", which the code set when the saved run began; "saved",
-# which is in the checkpoint; and "initial now", which the current code sets. If the two initial
-# values are equal, the saved value is restored. If they differ, the code has been edited, and the
-# new initial value is used. For example:
+# momentum, has three values: "initial then", which the code set when the saved run was started;
+# "saved", which is in the checkpoint; and "initial now", which the current code sets. If the two
+# initial values are equal, the saved value is restored. If they differ, the code has been edited,
+# and the new initial value is used. For example:
 #
 #     entry                                 initial then    saved    initial now    restored
 #     momentum                              0.95            0.95     0.8            0.8
 #     a step count of your own optimizer    0               700      0              700
+def content_of_optimizer(optimizer):
+    """Return the form in which a checkpoint stores an optimizer: its state_dict() and its class.
+
+    For edits: a value in a group that cannot be stored, such as a function, is left out, unless
+    training has changed it. (Then check_can_be_saved() reports it.)
+    """
+    content = optimizer.state_dict()
+    groups = []
+    for group in content["param_groups"]:
+        initial = group.get("initial", {})
+        left_out = {name for name, value in initial.items() if unsavable_part(value) is not None}
+        kept = {name: value for name, value in group.items()
+                if name not in left_out or value != initial[name]}
+        kept["initial"] = {name: initial[name] for name in initial.keys() - left_out}
+        groups.append(kept)
+    return content | {"param_groups": groups, "class": type(optimizer).__name__}
+
 def load_optimizer(optimizer, content):
     """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
     class_name = type(optimizer).__name__
@@ -1771,8 +1795,8 @@ def load_optimizer(optimizer, content):
     groups_now = optimizer.state_dict()["param_groups"]
     groups = []
     for now, saved in zip(groups_now, content["param_groups"], strict=True):
-        initial_then, initial_now = saved.get("initial", {}), now["initial"]
-        edited = {name: value for name, value in initial_now.items()
+        initial_then, initial_now = saved.get("initial", {}), now.get("initial", {})
+        edited = {name: copy.deepcopy(value) for name, value in initial_now.items()
                   if name in initial_then and is_edited(initial_then[name], value)}
         # Entries that the checkpoint lacks keep their values in `now`
         groups.append(now | moved(saved, device) | edited | {"initial": initial_now})
@@ -1825,15 +1849,16 @@ def move_into_state(content):
     return {name: content[name] for name in others if name in content} | {"state": state}
 
 def rename_to_initial(optimizers):
-    """Convert the optimizers in a checkpoint written on 24 November 2026.
+    """Convert the optimizers in a checkpoint written on 24 or 25 November 2026.
 
-    Their groups had an entry "as_built" or "in_code", which is now called "initial".
+    Their groups had an entry "as_built" and later "in_code", which is now called "initial".
     """
     for optimizer in optimizers:
         # For edits: an object that is not a torch.optim.Optimizer has no "class"
         for group in optimizer["param_groups"] if "class" in optimizer else []:
-            for name in group.keys() & {"as_built", "in_code"}:
-                group["initial"] = group.pop(name)
+            for name in ("in_code", "as_built"):  # if a group has both, the newer one counts
+                if name in group:
+                    group.setdefault("initial", group.pop(name))
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
 

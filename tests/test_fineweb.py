@@ -538,6 +538,8 @@ def test_other_settings_and_changed_files_are_refused(tmp_path, make):
     make(source, out, max_shards=2)
     with refused("shard_size was 50000 and is 5000; encoding was bytes and is gpt2.*a different"):
         make(source, out, shard_size=5000, encoding="gpt2")
+    with refused(r"\(shard_size was 50000 and is 90000\)"):
+        make(source, out, shard_size=90_000)
     write_lines(source / "2.jsonl", make_texts(60, seed=5))  # no shard contains it yet
     make(source, out)
     write_lines(source / "3.jsonl", ["after a shorter last shard"])
