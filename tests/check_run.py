@@ -293,6 +293,7 @@ class Watched:
             *noted(notes_about_groups, state.optimizers),
             *noted(notes_about_copies, state),
             *noted(notes_about_zero_attributes, state),
+            *noted(notes_about_padding, model),
             *noted(notes_about_average, state, self.samples),
             *self.between,
             *noted(notes_about_buffers, state, self.buffers),
@@ -830,6 +831,15 @@ def notes_about_copies(state):
             if name not in ("raw_model", "optimizers", "scaler")
             and any(part.data_ptr() in weights for _, part in tensors_of(content))]
 
+def notes_about_padding(model):
+    """Return a note if the rows of wte that pad the vocabulary are not 0 at the end of training."""
+    padding = model.transformer.wte.weight[model.config.n_vocab:]
+    if not padding.any():
+        return []
+    return [f"the {len(padding)} rows of transformer.wte.weight that only pad the vocabulary are "
+            "not 0 at the end of training. Perhaps the loss uses the logits of these rows: leave "
+            "them out (logits[..., :config.n_vocab])."]
+
 def notes_about_zero_attributes(state):
     """Return notes on attributes of State whose tensors are all 0 at the end of training."""
     tensors = {name: [tensor for _, tensor in tensors_of(content)
@@ -1158,9 +1168,11 @@ def notes_about_targets(model, x, y):
         hook.remove()
     if (gradients[0] - gradients[1]).norm() > 1e-4 * gradients[0].norm():
         return []  # the model draws random numbers from a generator of its own
-    # Only the first input may have an influence on how well the first target is predicted
-    change = (gradients[0] - gradients[2]).norm(dim=-1).amax(dim=0)  # (T,)
-    places = (change[1:] > 1e-3 * change.max()).nonzero().flatten() + 1
+    # Only the first input may have an influence on how well the first target is predicted. (A loss
+    # that selects tokens, for example the hardest ones, changes at other places in each row)
+    change = (gradients[0] - gradients[2]).norm(dim=-1)  # (B, T)
+    in_each_row = (change > 1e-3 * change.max()).all(dim=0)  # (T,)
+    places = in_each_row[1:].nonzero().flatten() + 1
     if not len(places):
         return []
     return [f"the training loss compares the first target of a row with predictions from later "

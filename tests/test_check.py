@@ -803,6 +803,26 @@ def test_targets_that_are_predicted_from_inputs_after_them_are_noted():
         lambda module, args, output: output + torch.randn(output.shape, generator=generator))
     assert check_run.notes_about_targets(noisy, x, y) == []
 
+def test_a_loss_that_selects_tokens_gives_no_note_on_targets():
+    """If the first target changes, other tokens may be selected."""
+    def select(model, idx, targets):
+        torch.manual_seed(int(targets[0, 0]))
+        logits = model.transformer.wte(idx)
+        losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets,
+                                                   reduction="none")
+        return None, (losses * (torch.rand(losses.shape) < 0.5)).mean()
+    x = torch.randint(8, (20, 4), generator=torch.Generator().manual_seed(0))
+    with mock.patch.object(Shifted, "forward", select):
+        assert check_run.notes_about_targets(Shifted(None), x, x) == []
+
+def test_padding_that_is_trained_is_noted():
+    """The rows are 0 unless the loss uses their logits, or an edit draws them."""
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(n_layer=1, n_head=1, n_embd=8, block_size=8))
+    assert check_run.notes_about_padding(model) == []
+    model.transformer.wte.weight.data[-1, 3] = 0.1
+    note, = check_run.notes_about_padding(model)
+    assert note.startswith("the 47 rows of transformer.wte.weight")
+
 def test_a_note_on_the_loss_does_not_depend_on_other_notes():
     """An error in one of the three functions leaves out its own note only."""
     def model(x, y):
