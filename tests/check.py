@@ -449,6 +449,7 @@ class Verdict:
     outcome: str          # holds, BROKEN or not checked
     detail: str = ""      # what differs, why the promise was not checked, or a remark
     evidence: tuple = ()  # more lines about a broken promise
+    is_explained: bool = False  # whether the evidence contains the cause
 
 def holds(remark=""):
     return Verdict("holds", remark)
@@ -464,7 +465,8 @@ def in_words(promise, verdict):
         return line + (f" ({verdict.detail})" if verdict.detail else "")
     lines = [f"{line}: {verdict.detail}"]
     if verdict.outcome == "BROKEN":
-        for text in "\n".join(filter(None, [*verdict.evidence, cause])).splitlines():
+        texts = [*verdict.evidence, "" if verdict.is_explained else cause]
+        for text in "\n".join(filter(None, texts)).splitlines():
             lines += textwrap.wrap(text, 96, initial_indent="    ", subsequent_indent="    ")
     return "\n".join(lines)
 
@@ -673,10 +675,12 @@ class Check:
         except Unchecked:
             mine = theirs = None
         if mine and theirs and mine[0] == theirs[0] and mine[1] != theirs[1]:
-            return broken(f"validation reads other inputs or targets than "
-                          f"{self.plan.options.against}, so val is not comparable",
-                          "DataLoaderLite.batch() returns different values for the same rows of "
-                          "the validation data. To change training only, edit read_step().")
+            text = ("The validation data has a different number of rows, or DataLoaderLite.batch() "
+                    "returns different values for its rows. To change training only, edit "
+                    "read_step(), or the training loader in open_data().")
+            return Verdict("BROKEN", f"validation reads other inputs or targets than "
+                           f"{self.plan.options.against}, so val is not comparable", (text,),
+                           is_explained=True)
         return self.compare_val(cross_entropy, "the cross-entropy", self.noise(self.base))
 
     def committed(self):

@@ -290,6 +290,7 @@ class Watched:
             *noted(notes_about_second_weights, state),
             *noted(notes_about_attributes, model, report["changed"]),
             *noted(notes_about_decay, state),
+            *noted(notes_about_learning_rates, state),
             *noted(notes_about_groups, state.optimizers),
             *noted(notes_about_copies, state),
             *noted(notes_about_zero_attributes, state),
@@ -800,7 +801,29 @@ def notes_about_decay(state):
     if not names:
         return []
     return [f"{len(names)} parameters with fewer than two dimensions are in a group with weight "
-            f"decay: {', '.join(names[:4])}. Usually, biases and the gains of norms have none."]
+            f"decay, for example {', '.join(names[:4])}. Usually, biases and the gains of norms "
+            "have none."]
+
+def notes_about_learning_rates(state):
+    """Return a note if only some optimizers give the blocks several learning rates."""
+    in_blocks = {id(p) for name, p in state.raw_model.named_parameters()
+                 if name.startswith("transformer.h.")}
+    numbers = {}  # {class: (how many learning rates it has in the blocks, how many parameters)}
+    for optimizer in state.optimizers:
+        rates, count = set(), 0
+        for group in optimizer.param_groups:
+            if n := sum(id(p) in in_blocks for p in group["params"]):
+                rates.add(float(group["initial"]["lr"]))
+                count += n
+        numbers[type(optimizer).__name__] = len(rates), count
+    several = [name for name, (n, _) in numbers.items() if n > 1]
+    single = [(name, count) for name, (n, count) in numbers.items() if n == 1 and count > 1]
+    if not several or not single:
+        return []
+    name, count = single[0]
+    return [f"in the blocks, {several[0]} has {numbers[several[0]][0]} learning rates, but {name}, "
+            f"which trains {count} of their parameters, has only one. Perhaps the edit does not "
+            f"reach the groups of {name}."]
 
 def notes_about_groups(optimizers):
     """Return notes on hyperparameters of optimizer groups that training changes much, except lr."""
@@ -811,9 +834,10 @@ def notes_about_groups(optimizers):
             for name in before.keys() - {"lr", "initial"}:
                 if is_far(before[name], group.get(name)):
                     notes.append(f"training changes {name} in a parameter group of "
-                                 f"{type(optimizer).__name__} from {before[name]} to "
-                                 f"{group.get(name)} ({len(group['params'])} parameters). If it "
-                                 "is computed from its own earlier value (*=), factors accumulate.")
+                                 f"{type(optimizer).__name__} from {before[name]:.4g} to "
+                                 f"{group.get(name):.4g} ({len(group['params'])} parameters). If "
+                                 "it is computed from its own earlier value (*=), factors "
+                                 "accumulate.")
     return list(dict.fromkeys(notes))[:4]
 
 def is_far(before, after):
@@ -1247,7 +1271,8 @@ class WatchDimensions(torch.overrides.TorchFunctionMode):
             self.found |= dict.fromkeys(notes_about_causal_mask(*args[:2], is_causal))
             self.attention.append((args[0].detach(), args[1].detach()))
         if name == "cross_entropy":
-            self.targets.append(kwargs["target"] if len(args) < 2 else args[1])
+            target = kwargs["target"] if len(args) < 2 else args[1]
+            self.targets.append((target, sums_of(kwargs["input"] if x is None else x)))
         if name in self.DEFAULTS and torch.is_tensor(x) and x.dim() > 1:
             position = 2 if name == "normalize" else 1  # of dim, in args
             dim = kwargs.get("dim", args[position] if len(args) > position else self.DEFAULTS[name])
@@ -1287,15 +1312,22 @@ def notes_about_dimensions(model, x, y):
         model(x, y)
     return list(watch.found) + noted(notes_about_second_targets, watch.targets, y)
 
-def notes_about_second_targets(targets, y):
-    """Return a note if a second cross-entropy has the same targets as the first.
+def sums_of(logits):
+    """Return numbers that are the same for logits in another shape or order."""
+    logits = logits.detach().double()
+    return logits.numel(), f"{logits.sum():.6e}", f"{logits.square().sum():.6e}"
 
-    targets: those of each call of cross_entropy(). y: the targets of the next tokens (B, T).
+def notes_about_second_targets(targets, y):
+    """Return a note if cross-entropies of different logits have the same targets.
+
+    targets: for each call of cross_entropy(), its targets and sums_of() its logits. y: the targets
+    of the next tokens (B, T).
     """
     def are_next_tokens(part):  # y, or y without the last tokens of each row
         rows = part.reshape(len(y), -1)
         return torch.equal(rows, y[:, :rows.size(1)])
-    n = sum(part.numel() > 0 == part.numel() % len(y) and are_next_tokens(part) for part in targets)
+    n = len({sums for part, sums in targets
+             if part.numel() > 0 == part.numel() % len(y) and are_next_tokens(part)})
     if n < 2:
         return []
     return [f"in one forward pass of training, {n} cross-entropies have the next tokens as their "
