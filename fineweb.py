@@ -534,7 +534,7 @@ def settings_of(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         files_read = []
-    elif shards[-1].tokens < shards[0].tokens:
+    elif shards[-1].tokens < shards[0].tokens:  # the last shard is not full, unlike the first one
         # The corpus ended in this shard. Files that have been added since then would have made the
         # shard longer. Include them, so that find_finished() reports the difference
         files_read = files

@@ -593,8 +593,8 @@ class State:
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When it is called in a new run, the model has its initial
-    weights or, with init_from, the pretrained ones. When a run is resumed, it is called first, and
-    then the checkpoint replaces the weights and the attributes.
+    weights or, with init_from, the pretrained ones. In a resumed run, the model always has initial
+    weights at this time. After that, the checkpoint replaces the weights and the attributes.
 
     raw_model is the GPT without the DDP wrapper. raw_model.compile() compiles it in place, so
     raw_model(idx) then runs the compiled code.
@@ -684,9 +684,9 @@ def relative_target_counts(batches):
 
     The mean is over all processes. In the unedited script, all returned values are 1.
 
-    train_step() multiplies the mean loss of each micro-batch by its number. For edits: this matters
-    only if read_step() masks targets (sets them to -100). The loss of a step is then the exact mean
-    over all targets that are left.
+    train_step() multiplies the mean loss of each micro-batch by the returned value. For edits: this
+    matters only if read_step() masks targets (sets them to -100). The loss of a step is then the
+    exact mean over all targets that are left.
     """
     counts = torch.stack([(y != -100).sum() for _, _, y in batches])  # (micro-batches,)
     mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
@@ -812,7 +812,9 @@ def train(run):
 #                 restore_checkpoint()  in a resumed run: all weights and the rest of State
 #         train()             calls finish() at the end
 #
-# The first sections below read checkpoints and weights. The others follow the order of a run
+# The sections below are not in this order. The first ones read checkpoints and weights, then come
+# the command line and what it uses (processes, data, checks, the run's folder), and then setting
+# up, monitoring and the end of a run
 
 # ---- Reading checkpoints. A checkpoint is a dict with these entries:
 #
@@ -872,7 +874,8 @@ def checkpoint_to_use(folder):
     # The validation losses of the steps that have a checkpoint
     loss_of_step = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
     if loss_of_step:
-        best_step, last_step = min(loss_of_step, key=loss_of_step.get), max(loss_of_step)
+        last_step = max(loss_of_step)
+        best_step = min(loss_of_step, key=loss_of_step.get)
         if best_step != last_step:
             paths.remove(found[best_step])
             paths.insert(0, found[best_step])  # try this one first
@@ -1166,7 +1169,8 @@ class Origin:
     resumed run from scratch                 checkpoint    Config (which must not have changed)
     resumed run with init_from               checkpoint    the checkpoint
 
-    A resumed run must have the same init_from as before (check_same_training() checks this).
+    A resumed run must have the same init_from as before, and a run from scratch also the same
+    constants. check_same_training() compares them with those in the checkpoint.
     """
     weights: Weights | None = None
     checkpoint: dict | None = None   # as returned by read_checkpoint()
@@ -1663,10 +1667,10 @@ def unsavable_part(content):
     if isinstance(content, (list, tuple)):
         bad_parts = (unsavable_part(part) for part in content)
         return next((bad for bad in bad_parts if bad is not None), None)
-    # np.number is allowed because copy_to_host(), which comes later, makes it a Python number
     # A subclass of int or str, such as an Enum, cannot be loaded. So compare the exact type
     if content is None or type(content) in (bool, int, float, str, torch.dtype):
         return None
+    # np.number is allowed because copy_to_host(), which comes later, makes it a Python number
     return None if isinstance(content, (torch.Tensor, np.number)) else content
 
 @torch.no_grad()
@@ -1719,7 +1723,7 @@ def restore_state(state, saved):
 
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
     set to its saved value. Raise ValueError if an object or a tensor was not saved, or if an object
-    was saved that State does not have.
+    or a dict was saved that State does not have.
     """
     for name, value in vars(state).items():
         # For edits: an object or a tensor that was added after the checkpoint was written may have
@@ -1732,7 +1736,8 @@ def restore_state(state, saved):
         if is_stateful(value):
             load_object(value, content)
         else:
-            # For edits: an object was removed from State. Its content must not take its place
+            # For edits: an object (or a dict) was removed from State. Its content must not take its
+            # place
             if isinstance(content, dict) and not isinstance(value, dict):
                 raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, "
                                  "but State has none when it is created")
