@@ -567,7 +567,7 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     return optimizers
 
 def store_initial_values(optimizers):
-    """Store the values that each optimizer group was built with, in group["initial"].
+    """Store the lr and other values that each optimizer group was built with in group["initial"].
 
     build_state() calls this function after configure_optimizers(). step_optimizers() uses the
     initial lr, and load_optimizer() compares the values with those in the checkpoint.
@@ -604,7 +604,7 @@ class State:
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
     minutes: float = 0.0          # training time so far, for log.txt (Config.minutes is unrelated)
-    tokens: int = 0               # number of tokens read so far, also if an edit shortens rows
+    tokens: int = 0               # number of tokens read so far (right even if an edit cuts rows)
 
     @property
     def eval_model(self):
@@ -1685,8 +1685,8 @@ def loss_warning(run):
                 f"{excess:+.6f}. Put a term that only training should minimize under "
                 "`if self.training`.")
 
-# ---- Saving and restoring State. These functions convert a State to the entry "state" of a
-# checkpoint and back
+# ---- Saving and restoring State. These functions make the content of a checkpoint, and restore a
+# State from its entry "state"
 def checkpoint_of(state, cfg, fingerprint):
     """Return the content of a checkpoint of `state`."""
     return {
@@ -1736,8 +1736,8 @@ def restore_state(state, saved):
         if is_stateful(value):
             load_object(value, content)
         else:
-            # For edits: an object (or a dict) was removed from State. Its content must not take its
-            # place
+            # For edits: State no longer has an object that was saved. The dict with the object's
+            # content must not become an attribute
             if isinstance(content, dict) and not isinstance(value, dict):
                 raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, "
                                  "but State has none when it is created")
@@ -1967,7 +1967,7 @@ class RunFolder:
             self.log.close()
 
     def write_run(self, result=None):
-        """Write run.json: constants, data, starts and, at the end of the run, its result."""
+        """Write run.json: constants, data, starts and, when the run ends or fails, the result."""
         text = json.dumps({"constants": asdict(self.cfg), "data": self.fingerprint,
                            "starts": self.starts, "result": result}, indent=2)
         if rank() == 0:
