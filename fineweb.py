@@ -611,7 +611,8 @@ def find_finished(cfg, files):
     settings_now = settings_of(cfg, files, shards)
     changes = []
     for name in settings_before | settings_now:
-        before, now = [x.get(name, "absent") for x in (settings_before, settings_now)]
+        before = settings_before.get(name, "absent")
+        now = settings_now.get(name, "absent")
         if before != now:
             changes.append(f"{name} was {before} and is {now}")
     if changes and has_training_shards:

@@ -567,7 +567,7 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     return optimizers
 
 def store_initial_values(optimizers):
-    """Store the lr and other values that each optimizer group was built with in group["initial"].
+    """Store in group["initial"] the lr and the other values that an optimizer group was built with.
 
     build_state() calls this function after configure_optimizers(). step_optimizers() uses the
     initial lr, and load_optimizer() compares the values with those in the checkpoint.
@@ -1782,7 +1782,7 @@ def content_of_optimizer(optimizer):
         initial = group.get("initial", {})
         left_out = {name for name, value in initial.items() if unsavable_part(value) is not None}
         kept = {name: value for name, value in group.items()
-                if name not in left_out or value != initial[name]}
+                if name not in left_out or differ(initial[name], value)}
         kept["initial"] = {name: initial[name] for name in initial.keys() - left_out}
         groups.append(kept)
     return content | {"param_groups": groups, "class": type(optimizer).__name__}
@@ -1802,14 +1802,14 @@ def load_optimizer(optimizer, content):
     for now, saved in zip(groups_now, content["param_groups"], strict=True):
         initial_then, initial_now = saved.get("initial", {}), now.get("initial", {})
         edited = {name: copy.deepcopy(value) for name, value in initial_now.items()
-                  if name in initial_then and is_edited(initial_then[name], value)}
+                  if name in initial_then and differ(initial_then[name], value)}
         # Entries that the checkpoint lacks keep their values in `now`
         groups.append(now | moved(saved, device) | edited | {"initial": initial_now})
     optimizer.load_state_dict(content | {"param_groups": groups})
 
-def is_edited(then, now):
-    """Return whether two initial values differ. Tensors, which may be large, count as equal."""
-    return not has_tensors((then, now)) and then != now
+def differ(a, b):
+    """Return whether two values differ. Tensors count as equal: comparing them yields many bools."""
+    return not has_tensors((a, b)) and a != b
 
 # ---- Checkpoints from earlier versions of this script
 def in_todays_form(content):
@@ -1859,8 +1859,9 @@ def rename_to_initial(optimizers):
     Their groups had an entry "as_built" and later "in_code", which is now called "initial".
     """
     for optimizer in optimizers:
-        # For edits: an object that is not a torch.optim.Optimizer has no "class"
-        for group in optimizer["param_groups"] if "class" in optimizer else []:
+        if "class" not in optimizer:  # For edits: an object that is not a torch.optim.Optimizer
+            continue
+        for group in optimizer["param_groups"]:
             for name in ("in_code", "as_built"):  # if a group has both, the newer one counts
                 if name in group:
                     group.setdefault("initial", group.pop(name))

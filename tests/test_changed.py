@@ -292,7 +292,6 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
     run.state = state()
     for step in range(4):
         run.ddp_model = run.state.raw_model
-        t.store_initial_values(run.state.optimizers)  # changes nothing if nothing was added
         t.train_step(run)
         groups = run.state.optimizers[0].param_groups
         assert [group["lr"] / t.get_lr(step, cfg) for group in groups] == pytest.approx([1, 0.01])
@@ -300,6 +299,13 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
         groups[1]["k"] = step + 1
         saved, run.state = copy.deepcopy(run.state.state_dict()), state()
         run.state.load_state_dict(saved)
+    # An edit may replace the optimizers during training
+    run.ddp_model = run.state.raw_model
+    run.state.optimizers = [torch.optim.SGD(run.state.raw_model.parameters(), lr=2 * cfg.max_lr)]
+    t.store_initial_values(run.state.optimizers)
+    t.train_step(run)
+    group = run.state.optimizers[0].param_groups[0]
+    assert group["lr"] == pytest.approx(2 * t.get_lr(4, cfg))
 
 def test_a_group_may_hold_dtypes_lists_and_tensors(tmp_path):
     """A checkpoint can store them. Tensors are moved to the device of the parameters."""
