@@ -1808,7 +1808,7 @@ def load_optimizer(optimizer, content):
     optimizer.load_state_dict(content | {"param_groups": groups})
 
 def differ(a, b):
-    """Return whether two values differ. Tensors count as equal: comparing them yields many bools."""
+    """Return whether two values differ. Tensors, which may be large, count as equal."""
     return not has_tensors((a, b)) and a != b
 
 # ---- Checkpoints from earlier versions of this script
