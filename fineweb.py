@@ -532,15 +532,10 @@ def settings_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    if not shards:
-        files_read = []
-    elif shards[-1].tokens < shards[0].tokens:  # the last shard is not full, unlike the first one
-        # The corpus ended in this shard. Files that have been added since then would have made the
-        # shard longer. Include them, so that find_finished() reports the difference
-        files_read = files
-    else:
-        files_read = files[:shards[-1].end.file_number + 1]
-    for number, (url, size) in enumerate(files_read):
+    # Include the file in which the last shard ends. If the corpus has ended, this is the first file
+    # that was added to the corpus since then, if any, so that find_finished() reports it
+    n_files_read = shards[-1].end.file_number + 1 if shards else 0
+    for number, (url, size) in enumerate(files[:n_files_read]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
@@ -633,13 +628,10 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     shard = np.empty(shard_size, dtype)
     filled = 0
-    # The number of tokens that belong to earlier shards. They are all in the first batch, unless a
-    # version of this script with larger batches made these shards
-    to_skip = start.offset
+    to_skip = start.offset  # how many of the next tokens belong to earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
-            # First skip the tokens of earlier shards.
             position = min(to_skip, len(tokens))  # the index of the next token to copy
             to_skip -= position
             while position < len(tokens):

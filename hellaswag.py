@@ -47,14 +47,14 @@ class Prepared(NamedTuple):
     batches: list          # (row numbers, tokens (R, N), is_ending (R, N)) of each batch of R rows
     labels: torch.Tensor   # (Q,) the index of the correct ending
     lengths: torch.Tensor  # (Q, 4) the number of tokens in each ending
-    cut: int               # the number of questions whose context was truncated to fit
+    n_truncated: int       # the number of questions whose context was truncated to fit
 
 class Score(NamedTuple):
     """The result of evaluate()."""
     acc: float       # fraction of questions whose correct ending has the lowest sum of losses
     acc_norm: float  # fraction of questions whose correct ending has the lowest mean loss per token
     total: int       # number of questions
-    cut: int         # number of questions whose context was truncated to fit
+    n_truncated: int  # number of questions whose context was truncated to fit
 
 # ----------------------------------------------------------------------------------- questions
 # Download the questions once, and check them whenever they are read.
@@ -151,7 +151,7 @@ def render_example(example):
 
     data: a dict with the token ids of the context and the endings, and the label.
     tokens: (4, N) int64, one row per ending, padded with 0.
-    mask: (4, N) int64, 1 where a token belongs to an ending.
+    mask: (4, N) int64, 1 where a token belongs to an ending. (Other functions call it is_ending.)
     The encoding is GPT-2's.
     """
     context, endings = tokenize(example)
@@ -181,17 +181,18 @@ def prepare(examples, model, encode=gpt2_encode):
     model's device determines the size of the batches.
     """
     config = getattr(model, "config", None)
+    # Configs of transformers also have max_position_embeddings if they call it something else
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
-    rows, labels, lengths, n_cut = [], [], [], 0
+    rows, labels, lengths, n_truncated = [], [], [], 0
     for example in examples:
         whole_context, whole_endings = tokenize(example, encode)
         context, endings = cut_to_fit(whole_context, whole_endings, block_size)
-        n_cut += len(context) < len(whole_context)
+        n_truncated += len(context) < len(whole_context)
         rows += [(context, ending) for ending in endings]
         labels.append(example["label"])
         lengths.append([len(ending) for ending in endings])
     batches = make_batches(rows, CPU_BATCH if device_of(model).type == "cpu" else GPU_BATCH)
-    return Prepared(batches, torch.tensor(labels), torch.tensor(lengths), n_cut)
+    return Prepared(batches, torch.tensor(labels), torch.tensor(lengths), n_truncated)
 
 def make_batches(rows, batch_tokens):
     """Return Prepared.batches, the longest rows first.
@@ -299,7 +300,7 @@ def evaluate(model, questions, progress=False):
                         "float16, use bfloat16 or float32.")
     right = (sums.argmin(1) == prepared.labels).double()
     right_norm = ((sums / prepared.lengths).argmin(1) == prepared.labels).double()
-    return Score(right.mean().item(), right_norm.mean().item(), len(sums), prepared.cut)
+    return Score(right.mean().item(), right_norm.mean().item(), len(sums), prepared.n_truncated)
 
 # ------------------------------------------------------------------------------ command line
 # Score a model from the Hugging Face hub, or from a folder that training has exported.
@@ -344,7 +345,7 @@ def score(args):
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "
-          f"({result.cut:,} of them with a truncated context)")
+          f"({result.n_truncated:,} of them with a truncated context)")
     for name, accuracy, criterion in (("acc", result.acc, "lowest sum of losses"),
                                       ("acc_norm", result.acc_norm, "lowest mean loss per token")):
         standard_error = math.sqrt(accuracy * (1 - accuracy) / result.total)

@@ -143,8 +143,10 @@ FINETUNE = dict(
 # weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
 # When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std.
 #
-# For edits: until then, each element of the weight is PLACEHOLDER. If the weight is scaled, or
-# copied into a new parameter, check_parameters() finds these large numbers before the first step
+# For edits: draw_later() sets each element of the weight to PLACEHOLDER, and init_weights() draws
+# only elements that still have this value. So an edit to a layer may set some elements itself. But
+# if it multiplies the weight, or copies it into a new parameter, the elements are not drawn, and
+# stay very large. Then check_parameters() reports this before the first step
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -168,7 +170,7 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # For edits: keep elements that have been set to other values since draw_later()
+            # For edits: elements that have been set to other values are not drawn (see PLACEHOLDER)
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -376,8 +378,8 @@ class DataLoaderLite:
     have 12 rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows,
     in a different order, as row numbers 12 to 23.
 
-    With `recut`, which is used for text files, the rows of each epoch begin at different tokens, so
-    that even a small text yields new rows in each epoch (see the end of locate).
+    With `recut`, which is used for text files, each epoch cuts the text into rows at different
+    tokens, so that even a small text yields new rows in each epoch (see the end of locate).
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -385,7 +387,7 @@ class DataLoaderLite:
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
         self.seed, self.shuffle, self.recut = seed, shuffle, recut
-        self.lengths = [len(open_shard(shard)) for shard in shards]
+        self.lengths = [len(tokens_of_shard(shard)) for shard in shards]
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
         self.last_shard, self.last_tokens = None, None  # index and token ids of the last shard read
@@ -410,9 +412,9 @@ class DataLoaderLite:
         row_order = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(row_order[n_read_of_shard]) * self.T          # 17 * 8 = 136
         if self.recut:
-            # In this epoch, each row begins `shift` tokens before its usual place, where shift < T.
-            # The first row cannot move, so it overlaps the second one. With the factor 0.618, the
-            # shifts of consecutive epochs are very different
+            # Cut this epoch's rows `shift` tokens earlier, where shift < T. For example, with T = 8
+            # and shift = 3, rows begin at tokens 0, 5, 13, 21 and so on: the first row cannot begin
+            # earlier. With the factor 0.618, the shifts of consecutive epochs are very different
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -426,7 +428,7 @@ class DataLoaderLite:
         for b in range(B):
             shard, start = self.locate(row + b)
             if shard != self.last_shard:
-                self.last_shard, self.last_tokens = shard, open_shard(self.shards[shard])
+                self.last_shard, self.last_tokens = shard, tokens_of_shard(self.shards[shard])
             tokens[b] = self.last_tokens[start:start + self.T + 1]
             if tokens[b].max() >= self.n_vocab:
                 raise UserError(f"{self.shards[shard]} contains the id {tokens[b].max()}, but the "
@@ -566,20 +568,6 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
-def store_initial_values(optimizers):
-    """Store in group["initial"] the lr and the other values that an optimizer group was built with.
-
-    build_state() calls this function after configure_optimizers(). step_optimizers() uses the
-    initial lr, and load_optimizer() compares the values with those in the checkpoint.
-
-    For edits: if training adds an optimizer or a group, call this function again.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
 # ---- Training
 @dataclass
 class State:
@@ -593,8 +581,8 @@ class State:
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When it is called in a new run, the model has its initial
-    weights or, with init_from, the pretrained ones. In a resumed run, the model always has initial
-    weights at this time. After that, the checkpoint replaces the weights and the attributes.
+    weights or, with init_from, the pretrained ones. In a resumed run, the model has initial weights
+    at this time, even with init_from. Then the checkpoint replaces the weights and the attributes.
 
     raw_model is the GPT without the DDP wrapper. raw_model.compile() compiles it in place, so
     raw_model(idx) then runs the compiled code.
@@ -604,7 +592,7 @@ class State:
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
     minutes: float = 0.0          # training time so far, for log.txt (Config.minutes is unrelated)
-    tokens: int = 0               # number of tokens read so far (right even if an edit cuts rows)
+    tokens: int = 0               # number of tokens that the model has been trained on
 
     @property
     def eval_model(self):
@@ -634,7 +622,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions (a hellaswag.Prepared); None if it is off
-    folder: "RunFolder | None"    # writes to log_dir; None for trial steps (see steps_that_fit)
+    folder: "RunFolder | None"    # writes to log_dir; None while --minutes measures the speed
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -679,18 +667,18 @@ def read_step(run):
     first_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
 
-def relative_target_counts(batches):
-    """Return each micro-batch's number of targets, divided by the mean number per micro-batch.
+def loss_weights(batches):
+    """Return a factor for the mean loss of each micro-batch. The sum is the loss of the step.
 
-    The mean is over all processes. In the unedited script, all returned values are 1.
+    Each factor is 1 / len(batches).
 
-    train_step() multiplies the mean loss of each micro-batch by the returned value. For edits: this
-    matters only if read_step() masks targets (sets them to -100). The loss of a step is then the
-    exact mean over all targets that are left.
+    For edits: if read_step() masks targets (sets them to -100), micro-batches may have different
+    numbers of targets. The factors are proportional to these numbers, so that the loss of the step
+    is the exact mean over all its targets.
     """
     counts = torch.stack([(y != -100).sum() for _, _, y in batches])  # (micro-batches,)
-    mean = sum_over_ranks(counts.sum()) / (world_size() * len(batches))
-    return counts / mean
+    # The mean over the processes, which DDP takes, divides by world_size()
+    return counts * world_size() / sum_over_ranks(counts.sum())
 
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
@@ -704,7 +692,7 @@ def train_step(run):
     batches = read_step(run)
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    relative_counts = relative_target_counts(batches)
+    weights = loss_weights(batches)
     for i, (row, x, y) in enumerate(batches):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
         # run repeats it. (With dropout, a different B therefore changes the losses slightly)
@@ -718,9 +706,8 @@ def train_step(run):
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # backward() adds up the gradients of the micro-batches, but the gradient of the step is
-            # their mean. So divide each loss by the number of micro-batches
-            loss = loss / len(batches)
-            loss = loss * relative_counts[i]  # For edits: it is 1, unless targets are masked
+            # their mean. So multiply each loss by 1 / len(batches)
+            loss = loss * weights[i]
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
@@ -744,7 +731,7 @@ def step_optimizers(state, cfg, norm):
     """
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # For group["initial"], see store_initial_values()
+            # group["initial"] holds the values that the group was built with
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
@@ -773,7 +760,7 @@ def train(run):
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (Steps from
             # which the run can already be resumed are not saved: see RunFolder.can_resume_at)
-            save_in_background(run)
+            check_and_save(run)
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag_data:
@@ -804,7 +791,7 @@ def train(run):
 #     main() calls run_command(), which calls
 #         resolve_config()    sets the constants, and reads the weights or the checkpoint
 #         set_up()            opens the data, and calls
-#             steps_that_fit()    with --minutes: takes trial steps in a run of its own
+#             steps_that_fit()    with --minutes: takes trial steps with another Run
 #             build_run()         builds what train() uses:
 #                 build_model()         the model, with initial weights
 #                 load_weights()        in a new run with init_from: the pretrained weights
@@ -852,7 +839,7 @@ def read_checkpoint(path, mmap=True):
             raise ValueError("this script did not write it")
     except Exception as e:  # reading a damaged file may raise any exception
         raise UserError(f"{path} cannot be read as a checkpoint ({first_line(e)}).") from None
-    return in_todays_form(content)
+    return converted_to_todays_format(content)
 
 def newest_checkpoint(folder):
     """Return the path of the newest undamaged checkpoint, or None if there is no checkpoint.
@@ -864,21 +851,17 @@ def newest_checkpoint(folder):
 def checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    Of the checkpoints that have been validated, if the last one does not have the lowest loss, the
-    model has overfitted. Then return the one with the lowest loss. Otherwise return the newest
-    checkpoint, which need not have been validated. Skip damaged checkpoints. Return None if there
-    is no checkpoint.
+    This is the newest checkpoint as long as the validation loss falls. If it has risen, this is the
+    checkpoint with the lowest validation loss. Skip damaged checkpoints. Return None if there is no
+    checkpoint.
     """
-    found = find_checkpoints(folder)
+    found = find_checkpoints(folder)  # {step: path}, the newest first
     paths = list(found.values())
-    # The validation losses of the steps that have a checkpoint
-    loss_of_step = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
-    if loss_of_step:
-        last_step = max(loss_of_step)
-        best_step = min(loss_of_step, key=loss_of_step.get)
-        if best_step != last_step:
-            paths.remove(found[best_step])
-            paths.insert(0, found[best_step])  # try this one first
+    # The validation losses of these checkpoints. A checkpoint need not have been validated
+    losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
+    if losses and losses[max(losses)] > min(losses.values()):
+        best_step = min(losses, key=losses.get)
+        paths.insert(0, found[best_step])  # try this one first
     return first_undamaged(paths, folder)
 
 def first_undamaged(paths, folder):
@@ -972,10 +955,10 @@ def load_hugging_face(name):
         hf_model, info = transformers.GPT2LMHeadModel.from_pretrained(
             name, output_loading_info=True)
         c = hf_model.config
-        # n_vocab here is vocab_size in transformers
+        n_vocab = c.vocab_size  # transformers uses the name vocab_size for the number of token ids
         model = GPT(GPTConfig(
-            block_size=c.n_positions, vocab_size=padded(c.vocab_size), n_layer=c.n_layer,
-            n_head=c.n_head, n_embd=c.n_embd, n_vocab=c.vocab_size))
+            block_size=c.n_positions, n_vocab=n_vocab, vocab_size=padded(n_vocab),
+            n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
         source, target = hf_model.state_dict(), model.state_dict()
         if info["missing_keys"]:  # transformers has given these weights random values
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
@@ -986,7 +969,7 @@ def load_hugging_face(name):
             # target[key] shares its memory with the model. Only its first rows are overwritten,
             # since our embedding is padded
             target[key][:len(weight)].copy_(weight)
-        check_same_function(model, hf_model, end_of_text=c.vocab_size - 1)
+        check_same_function(model, hf_model, end_of_text=n_vocab - 1)
     except Exception as e:  # reading files and downloading may raise any exception
         raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
                         f"be loaded as a Hugging Face GPT-2 ({first_line(e)}): check the name."
@@ -1045,9 +1028,9 @@ def check_same_function(ours, hf_model, end_of_text):
 @dataclass
 class ModelInfo:
     """The constants of an already trained model, and the source of its weights."""
-    source: str           # the file, folder or hub name of the weights
-    gpt_config: dict      # the known constants of its GPTConfig, as a dict
-    encoding: str | None  # name of the encoding, or None if it is unknown
+    source: str                # the file, folder or hub name of the weights
+    gpt_config: dict           # the known constants of its GPTConfig, except dropout
+    encoding_name: str | None  # None if it is unknown
 
 @dataclass
 class Weights:
@@ -1068,10 +1051,11 @@ def read_weights(name):
             print0(f"Note: {path} was written by different code.")
         return weights
     model = load_hugging_face(name)
-    encoding = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)  # 256 bytes + <|endoftext|>
+    # 257 ids are 256 bytes and <|endoftext|>
+    encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
     # For edits: a constant that you have added to GPTConfig is unknown to transformers
     known = ("block_size", "n_vocab", "vocab_size", "n_layer", "n_head", "n_embd")
-    info = ModelInfo(name, {key: getattr(model.config, key) for key in known}, encoding)
+    info = ModelInfo(name, {key: getattr(model.config, key) for key in known}, encoding_name)
     return Weights(info, model.state_dict(), code=None)
 
 def weights_in_checkpoint(content, source):
@@ -1080,13 +1064,14 @@ def weights_in_checkpoint(content, source):
 
 def info_in_checkpoint(content, source):
     """Return the ModelInfo of a checkpoint. content: what read_checkpoint() returned."""
-    return ModelInfo(source, content["gpt_config"], content["encoding"])
+    # Each run sets dropout anew, since the same weights can be trained with and without it
+    gpt_config = {name: value for name, value in content["gpt_config"].items() if name != "dropout"}
+    return ModelInfo(source, gpt_config, content["encoding"])
 
 def gpt_config_of_run(cfg, encoding, info=None):
     """Return the GPTConfig of the model that a command builds.
 
-    info: the ModelInfo that determines the model, except for dropout, which comes from cfg. In a
-    run that begins from scratch, it is None, and cfg and the encoding determine the model.
+    info: the ModelInfo that determines the model. If it is None, cfg and the encoding determine it.
     """
     # The constants that both classes have: n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
@@ -1094,12 +1079,9 @@ def gpt_config_of_run(cfg, encoding, info=None):
     if info is None:
         return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
                          vocab_size=padded(encoding.n_vocab), **in_both)
-    # For edits: a constant that did not exist when the weights were trained comes from cfg. dropout
-    # always comes from cfg, unless an edit has removed it
-    constants = in_both | info.gpt_config
-    if "dropout" in in_both:
-        constants["dropout"] = cfg.dropout
-    return make_gpt_config(constants, info.source)
+    # Constants that the ModelInfo lacks come from cfg: dropout and, for edits, constants that did
+    # not exist when the weights were trained
+    return make_gpt_config(in_both | info.gpt_config, info.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1145,7 +1127,9 @@ def main():
     code_checksum()  # it is computed now and cached, since the file may be edited during the run
     try:
         run_command(parse_flags(Config, __doc__, PRESETS))
-        if dist.is_initialized():  # run_command() has returned, so no DDP model needs the group now
+        if dist.is_initialized():
+            # The DDP model needed this group. It was a local variable of run_command(), so it is
+            # gone
             dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -1160,22 +1144,14 @@ def main():
 
 @dataclass
 class Origin:
-    """What a command loads, and what determines the constants of its model. There are five cases:
+    """What a command builds its model from.
 
-    command                                  loads         the model is determined by
-    --sample                                 weights       the weights
-    new run from scratch                     nothing       Config
-    new run with init_from                   weights       the weights
-    resumed run from scratch                 checkpoint    Config (which must not have changed)
-    resumed run with init_from               checkpoint    the checkpoint
-
-    A resumed run must have the same init_from as before, and a run from scratch also the same
-    constants. check_same_training() compares them with those in the checkpoint.
+    Commands with --sample and new runs with init_from have weights, and resumed runs have a
+    checkpoint. A new run from scratch has neither.
     """
+    gpt_config: GPTConfig
     weights: Weights | None = None
     checkpoint: dict | None = None   # as returned by read_checkpoint()
-    # weights.info or that of the checkpoint. None if Config determines the model
-    info: ModelInfo | None = None
 
 def run_command(flags):
     """Train, or print samples. flags: {name: text} of the flags that were given."""
@@ -1196,14 +1172,14 @@ def run_command(flags):
 def resolve_config(flags, device=torch.device("cpu")):
     """Return the Config, the Origin and the text to print first.
 
-    Each constant gets its value from the last of these sources that sets it:
+    Each constant in Config gets its value from the last of these sources that sets it:
 
     1. Config
     2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
        on a text file
     3. the flags, {name: text}
 
-    Then, if weights or a checkpoint determine the model (see Origin), its ModelInfo sets the
+    Then, if weights or a checkpoint determine the model (see info_of_model), its ModelInfo sets the
     constants of the model and the encoding. A flag with a different value raises UserError. The
     ModelInfo also sets max_lr and T if the preset is FINETUNE, unless a flag sets them (or an edit
     has added them to FINETUNE).
@@ -1220,16 +1196,22 @@ def resolve_config(flags, device=torch.device("cpu")):
     preset = PRESETS.get(preset_name, {})
     # make_config() converts the text of the flags. Values that are not given here come from Config
     cfg = make_config(Config, {"data": data} | preset | flags)
-    origin, model_line = find_origin(cfg, device), ""
-    if origin.info:
-        values = constants_set_by_model(origin.info, preset_name, flags)
-        check_flags_against_model(flags, cfg, values, origin.info.source)
-        model_line = "\n" + describe_model(origin.info.source, values, cfg_before=cfg)
+    weights, checkpoint = read_what_command_needs(cfg, device)
+    info, model_line = info_of_model(cfg, weights, checkpoint), ""
+    if info:
+        values = constants_set_by_model(info, preset_name, flags)
+        check_flags_against_model(flags, cfg, values, info.source)
+        model_line = "\n" + describe_model(info.source, values, cfg_before=cfg)
         cfg = replace(cfg, **values)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, origin, f"{note}{describe_preset(preset_name, cfg)}{model_line}"
+    encoding = get_encoding(cfg.encoding)
+    gpt_config = gpt_config_of_run(cfg, encoding, info)
+    if not cfg.sample:
+        check_model_fits(cfg, gpt_config, encoding)
+    text = f"{note}{describe_preset(preset_name, cfg)}{model_line}"
+    return cfg, Origin(gpt_config, weights, checkpoint), text
 
 def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
@@ -1261,10 +1243,10 @@ def read_newest_checkpoint(log_dir, device):
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
-def find_origin(cfg, device):
-    """Return the Origin of a command. The cases come in the same order as in Origin's docstring.
+def read_what_command_needs(cfg, device):
+    """Return the Weights and the checkpoint that a command needs. One of them or both are None.
 
-    Raise UserError if the weights cannot be read.
+    Raise UserError if they cannot be read.
     """
     without_init_from = cfg.init_from == "scratch"
     if cfg.init_from == "resume":
@@ -1274,30 +1256,36 @@ def find_origin(cfg, device):
         if without_init_from and not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
                             "or set --init_from.")
-        weights = read_weights(cfg.log_dir if without_init_from else cfg.init_from)
-        return Origin(weights=weights, info=weights.info)
+        return read_weights(cfg.log_dir if without_init_from else cfg.init_from), None
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if checkpoint is None and without_init_from:
-        return Origin()
-    if checkpoint is None:
-        weights = read_weights(cfg.init_from)
-        return Origin(weights=weights, info=weights.info)
-    if without_init_from:
-        return Origin(checkpoint=checkpoint)
-    return Origin(checkpoint=checkpoint, info=info_in_checkpoint(checkpoint, cfg.log_dir))
+    if checkpoint is None and not without_init_from:
+        return read_weights(cfg.init_from), None
+    return None, checkpoint
+
+def info_of_model(cfg, weights, checkpoint):
+    """Return the ModelInfo that determines the model, or None if Config determines it.
+
+    With init_from=scratch, Config determines the model. If a checkpoint is resumed with it, Config
+    must not have changed. (check_same_training() makes sure of that.)
+    """
+    if weights:
+        return weights.info
+    if checkpoint and cfg.init_from != "scratch":
+        return info_in_checkpoint(checkpoint, cfg.log_dir)
+    return None
 
 def constants_set_by_model(info, preset_name, flags):
     """Return {name: value} of the constants in Config that a ModelInfo determines.
 
-    These are all constants of the model that are also in Config, apart from dropout. The encoding
-    is included if its name is known. T is not included, since rows may be shorter than block_size
-    (check_model_fits() checks this). But with the preset FINETUNE, T and max_lr are derived from
-    the model, unless a flag or an entry that was added to FINETUNE sets them.
+    These are the constants that are both in Config and in the ModelInfo, and the encoding if it is
+    known. T is not included, since rows may be shorter than block_size (check_model_fits() checks
+    this). But with the preset FINETUNE, T and max_lr are derived from the model, unless a flag or
+    an entry that was added to FINETUNE sets them.
     """
-    names = asdict(Config()).keys() - {"dropout"}
+    names = asdict(Config()).keys()
     values = {name: value for name, value in info.gpt_config.items() if name in names}
-    if info.encoding:
-        values["encoding"] = info.encoding
+    if info.encoding_name:
+        values["encoding"] = info.encoding_name
     if preset_name == "FINETUNE":
         # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
         # max_lr is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
@@ -1367,6 +1355,13 @@ def fitting_B(cfg):
     """Return the largest B, at most cfg.B, that evenly divides a process's share of a batch."""
     rows = max(1, rows_of_step(cfg, 0) // world_size())
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
+
+def check_model_fits(cfg, gpt_config, encoding):
+    """Raise UserError if a loaded model has the wrong vocabulary or too short a context."""
+    if gpt_config.n_vocab != encoding.n_vocab or cfg.T > gpt_config.block_size:
+        raise UserError(f"The model in init_from={cfg.init_from} has {gpt_config.n_vocab} tokens "
+                        f"and a context of {gpt_config.block_size}, but encoding={cfg.encoding} "
+                        f"has {encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
 
 # ---- Processes and the machine. torchrun starts one process per GPU and gives each a number, its
 # rank. For device, dtype and compile, "auto" selects a fast choice for this machine. If a GPU
@@ -1530,7 +1525,7 @@ def find_shards(folder):
     """Return the training shards and the validation shards, as two sorted lists of paths."""
     return sorted(Path(folder).glob("*_train_*.npy")), sorted(Path(folder).glob("*_val_*.npy"))
 
-def open_shard(shard):
+def tokens_of_shard(shard):
     """Return the token ids (N,) of a shard, which is a path or already an array.
 
     A file is memory-mapped. Raise UserError if it is damaged.
@@ -1591,7 +1586,7 @@ def fingerprint_of(loader):
     parts = []
     for shard, length in zip(loader.shards, loader.lengths):
         n = 4096 if isinstance(shard, Path) else length
-        first, last = open_shard(shard)[:n], open_shard(shard)[-n:]
+        first, last = tokens_of_shard(shard)[:n], tokens_of_shard(shard)[-n:]
         parts.append((getattr(shard, "name", "text"), length, zlib.crc32(first), zlib.crc32(last)))
     crc = zlib.crc32(repr(parts).encode())
     return f"{sum(loader.lengths):,} tokens in {len(parts)} file(s) #{crc:08x}"
@@ -1605,7 +1600,8 @@ def tokens_per_byte(loader, encoding, val_tokens):
     counts = np.zeros(encoding.n_vocab, dtype=np.int64)  # how often each id occurs
     n_wanted = val_tokens  # how many tokens are still to be counted
     for shard in loader.shards:
-        targets = open_shard(shard)[1:1 + n_wanted]  # the first token of a shard is never a target
+        # The first token of a shard is never a target
+        targets = tokens_of_shard(shard)[1:1 + n_wanted]
         n_wanted -= len(targets)
         # Drop ids beyond the vocabulary. DataLoaderLite reports them when it reads their row
         counts += np.bincount(targets, minlength=len(counts))[:len(counts)]
@@ -1670,8 +1666,33 @@ def unsavable_part(content):
     # A subclass of int or str, such as an Enum, cannot be loaded. So compare the exact type
     if content is None or type(content) in (bool, int, float, str, torch.dtype):
         return None
-    # np.number is allowed because copy_to_host(), which comes later, makes it a Python number
+    # np.number is allowed, because copy_to_host() turns it into a Python number before the save
     return None if isinstance(content, (torch.Tensor, np.number)) else content
+
+def check_same_attributes(state, saved):
+    """Raise ValueError if State and a checkpoint do not have the same objects and tensors.
+
+    saved: what state.state_dict() returned when the checkpoint was written.
+    """
+    for name, value in vars(state).items():
+        # An object or a tensor that was added after the checkpoint was written may have a wrong
+        # value, for example if it is a copy of the weights with which the run began
+        if name not in saved and (is_stateful(value) or has_tensors(value)):
+            raise ValueError(f"the checkpoint does not contain State.{name}")
+    for name, content in saved.items():
+        # The content of an object that State no longer has would be restored as a dict
+        value = getattr(state, name, None)
+        if isinstance(content, dict) and not (is_stateful(value) or isinstance(value, dict)):
+            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
+                             "State has none when it is created")
+
+def has_tensors(value):
+    """Return whether a value is a tensor, or a list or dict that contains one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(has_tensors(part) for part in value)
+    return torch.is_tensor(value)
 
 @torch.no_grad()
 def loss_warning(run):
@@ -1697,7 +1718,7 @@ def checkpoint_of(state, cfg, fingerprint):
 def content_of(value):
     """Return the form in which a checkpoint stores an attribute of State."""
     if isinstance(value, torch.optim.Optimizer):
-        return content_of_optimizer(value)
+        return value.state_dict() | {"class": type(value).__name__}
     if hasattr(value, "state_dict"):
         return value.state_dict()
     if isinstance(value, list):
@@ -1710,37 +1731,18 @@ def is_stateful(value):
         return any(is_stateful(part) for part in value)
     return hasattr(value, "load_state_dict")
 
-def has_tensors(value):
-    """Return whether a value is a tensor, or a list or dict that contains one."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(has_tensors(part) for part in value)
-    return torch.is_tensor(value)
-
 def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
-    set to its saved value. Raise ValueError if an object or a tensor was not saved, or if an object
-    or a dict was saved that State does not have.
+    set to its saved value.
     """
-    for name, value in vars(state).items():
-        # For edits: an object or a tensor that was added after the checkpoint was written may have
-        # a wrong value, for example if it is a copy of the weights with which the run began
-        if name not in saved and (is_stateful(value) or has_tensors(value)):
-            raise ValueError(f"the checkpoint does not contain State.{name}")
     device = next(state.raw_model.parameters()).device
     for name, content in saved.items():
         value = getattr(state, name, None)  # For edits: train_step() may create attributes
         if is_stateful(value):
             load_object(value, content)
         else:
-            # For edits: State no longer has an object that was saved. The dict with the object's
-            # content must not become an attribute
-            if isinstance(content, dict) and not isinstance(value, dict):
-                raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, "
-                                 "but State has none when it is created")
             setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
 
 def load_object(value, content):
@@ -1761,34 +1763,34 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- Optimizers in a checkpoint. When a run is resumed, each entry of an optimizer group, such as
-# momentum, has three values: "initial then", which the code set when the saved run was started;
-# "saved", which is in the checkpoint; and "initial now", which the current code sets. If the two
-# initial values are equal, the saved value is restored. If they differ, the code has been edited,
-# and the new initial value is used. For example:
+# ---- Optimizers in a checkpoint. An optimizer group holds values such as lr and momentum. Training
+# may change them (your own optimizer may count steps in a group), and an edit to the code may set
+# other ones. When a run is resumed, both kinds of changes must be kept. So a group also stores its
+# initial values, and a checkpoint contains both. When the checkpoint is loaded, an initial value
+# that differs from the stored one was edited, and is used. All other values are restored. Example:
 #
-#     entry                                 initial then    saved    initial now    restored
-#     momentum                              0.95            0.95     0.8            0.8
-#     a step count of your own optimizer    0               700      0              700
-def content_of_optimizer(optimizer):
-    """Return the form in which a checkpoint stores an optimizer: its state_dict() and its class.
+#                   in the checkpoint      in the code       after the restart
+#                   initial    value       initial           value
+#     momentum      0.95       0.95        0.8 (edited)      0.8
+#     step count    0          700         0                 700
+def store_initial_values(optimizers):
+    """Copy the values of each optimizer group to group["initial"], unless this has been done.
 
-    For edits: a value in a group that cannot be stored, such as a function, is left out, unless
-    training has changed it. (Then check_can_be_saved() reports it.)
+    build_state() calls this function. Besides resuming, step_optimizers() uses the initial lr.
+
+    For edits: if training adds an optimizer or a group, call this function again.
     """
-    content = optimizer.state_dict()
-    groups = []
-    for group in content["param_groups"]:
-        initial = group.get("initial", {})
-        left_out = {name for name, value in initial.items() if unsavable_part(value) is not None}
-        kept = {name: value for name, value in group.items()
-                if name not in left_out or differ(initial[name], value)}
-        kept["initial"] = {name: initial[name] for name in initial.keys() - left_out}
-        groups.append(kept)
-    return content | {"param_groups": groups, "class": type(optimizer).__name__}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
 
 def load_optimizer(optimizer, content):
-    """Load the state of an optimizer. Raise ValueError if it belongs to a different class."""
+    """Load the content of a checkpoint into an optimizer, except for values that were edited.
+
+    Raise ValueError if it was saved by an optimizer of a different class.
+    """
     class_name = type(optimizer).__name__
     if content.get("class", class_name) != class_name:
         raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
@@ -1802,17 +1804,17 @@ def load_optimizer(optimizer, content):
     for now, saved in zip(groups_now, content["param_groups"], strict=True):
         initial_then, initial_now = saved.get("initial", {}), now.get("initial", {})
         edited = {name: copy.deepcopy(value) for name, value in initial_now.items()
-                  if name in initial_then and differ(initial_then[name], value)}
+                  if name in initial_then and was_edited(initial_then[name], value)}
         # Entries that the checkpoint lacks keep their values in `now`
         groups.append(now | moved(saved, device) | edited | {"initial": initial_now})
     optimizer.load_state_dict(content | {"param_groups": groups})
 
-def differ(a, b):
-    """Return whether two values differ. Tensors, which may be large, count as equal."""
-    return not has_tensors((a, b)) and a != b
+def was_edited(initial_then, initial_now):
+    """Return whether an initial value was edited. Tensors, which may be large, are not compared."""
+    return not has_tensors((initial_then, initial_now)) and initial_then != initial_now
 
 # ---- Checkpoints from earlier versions of this script
-def in_todays_form(content):
+def converted_to_todays_format(content):
     """Convert the content of a checkpoint to the current format, and return it.
 
     A checkpoint has no version number. Its age is inferred from its entries. Each of the following
@@ -2033,7 +2035,7 @@ class RunFolder:
         older = [other_step for other_step in found if other_step < step]  # steps, the newest first
         losses = {other_step: loss for other_step, loss in read_metrics(self.path)["val"]
                   if other_step in found}
-        keep = {*older[:1], min(losses, key=losses.get, default=None)}
+        keep = {step, *older[:1], min(losses, key=losses.get, default=None)}
         every = self.cfg.keep_every
         keep |= {other_step for other_step in older if every and other_step % every == 0}
         for other_step in set(older) - keep:
@@ -2099,10 +2101,8 @@ def set_up(cfg, origin, device):
 
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
-    checkpoint, encoding = origin.checkpoint, get_encoding(cfg.encoding)
-    if origin.info:
-        check_model_fits(origin.info, cfg, encoding)
-    loaders = open_data(cfg, encoding)
+    checkpoint = origin.checkpoint
+    loaders = open_data(cfg, get_encoding(cfg.encoding))
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
     cfg = replace(cfg, max_steps=determine_max_steps(cfg, origin, device, loaders))
     if checkpoint:
@@ -2115,14 +2115,6 @@ def set_up(cfg, origin, device):
     lines = [description(run, checkpoint), *(f"!!! {warning}" for warning in warnings)]
     print0("\n".join(lines))
     return run
-
-def check_model_fits(info, cfg, encoding):
-    """Raise UserError if a ModelInfo has the wrong vocabulary or too short a context."""
-    n_vocab, block_size = info.gpt_config["n_vocab"], info.gpt_config["block_size"]
-    if n_vocab != encoding.n_vocab or cfg.T > block_size:
-        raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
-                        f"context of {block_size}, but encoding={cfg.encoding} has "
-                        f"{encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
 
 def determine_max_steps(cfg, origin, device, loaders):
     """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
@@ -2186,7 +2178,7 @@ def build_run(cfg, origin, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, gpt_config_of_run(cfg, encoding, origin.info)).to(device)
+    raw_model = build_model(cfg, origin.gpt_config).to(device)
     if origin.weights:
         load_weights(raw_model, origin.weights)
     state = build_state(raw_model, cfg, dtype)
@@ -2222,6 +2214,7 @@ def restore_checkpoint(state, checkpoint, log_dir):
     checkpoint: what read_checkpoint() returned. Raise UserError if it does not fit the code.
     """
     try:
+        check_same_attributes(state, checkpoint["state"])
         state.load_state_dict(checkpoint["state"])
     except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
         raise UserError(f"The run in {log_dir}/ does not fit train_gpt2.py ({first_line(e)}): undo "
@@ -2379,7 +2372,7 @@ def problem_with_loss(run, step, loss, norm):
             "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To start again from before this step, use "
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
 
-def save_in_background(run):
+def check_and_save(run):
     """Start saving the current step, unless the run can already be resumed from it.
 
     A background thread does the work. Raise UserError if processes have different weights.
@@ -2489,7 +2482,7 @@ def print_sample(run):
 def sample_only(cfg, origin, device):
     """Print cfg.sample samples from the weights in `origin`, computed in float32."""
     encoding, weights = get_encoding(cfg.encoding), origin.weights
-    model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights.info)).to(device)
+    model = build_model(cfg, origin.gpt_config).to(device)
     load_weights(model, weights)
     print0(f"Samples from {weights.info.source}:")
     for i in range(cfg.sample):
@@ -2530,7 +2523,7 @@ def finish(run, stopped):
 
 def save_last_step(run):
     """Make sure that the run can be resumed from the current step. Raise UserError if it cannot."""
-    save_in_background(run)
+    check_and_save(run)
     error = run.folder.wait_for_save()
     if error:
         raise UserError(f"Step {run.state.step} is not saved ({error}): free some space, and "

@@ -216,7 +216,7 @@ def training_and_validation(t, run, loader, rows):
         return {str(shard) for shard in loader.shards if isinstance(shard, Path)}
 
     def first_tokens(loader):
-        return t.open_shard(loader.shards[0])[:MOST_TOKENS].astype(np.uint32)
+        return t.tokens_of_shard(loader.shards[0])[:MOST_TOKENS].astype(np.uint32)
     rows, val_rows = [row for row in rows if len(row) >= SHORTEST_ROW], []
     files, training, validation = [], np.zeros(0, np.uint32), np.zeros(0, np.uint32)
     try:
@@ -987,7 +987,7 @@ def notes_about_near_copies(t, run):
 
     Fifty pieces of validation text are looked up in the first training shard or text.
     """
-    training, validation = [t.open_shard(loader.shards[0])[:MOST_TOKENS]
+    training, validation = [t.tokens_of_shard(loader.shards[0])[:MOST_TOKENS]
                             for loader in (run.train_loader, run.val_loader)]
     length = max(SHORTEST_ROW, run.cfg.T)
     starts = np.linspace(0, max(0, len(validation) - length), 50, dtype=int)

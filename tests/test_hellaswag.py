@@ -110,7 +110,7 @@ def test_memory_is_bounded_whatever_the_questions(monkeypatch):
     assert len(sizes) < 1.3 * sum(sizes) / 768 + 1
 
 def test_a_context_that_is_too_long_is_cut_on_the_left():
-    """The rows then fill the model's context, and `cut` counts such questions."""
+    """The rows then fill the model's context, and `n_truncated` counts such questions."""
     def question(context, ending):
         return {"ctx": ids(context), "endings": [ids(ending), "7 8", "9 1 2", "5"], "label": 0}
     six, short = range(20, 26), {"ctx": "3", "endings": [*"4567"], "label": 0}  # mostly padding
@@ -119,7 +119,7 @@ def test_a_context_that_is_too_long_is_cut_on_the_left():
     by_hand = [question(range(11), six), short, question(range(29, 40), six),
                question([5], range(50, 66))]
     model = gpt(block_size=16)
-    assert hellaswag.evaluate(model, prepare(questions, model)).cut == 2
+    assert hellaswag.evaluate(model, prepare(questions, model)).n_truncated == 2
     expected = naive(logits_of(model), by_hand)[0]
     assert torch.allclose(ending_losses(model, questions)[0], expected, atol=1e-4)
 

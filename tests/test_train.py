@@ -76,7 +76,8 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     save_shards(tmp_path / "shards")
     cfg, origin, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
     assert cfg == t.Config(data="shards", encoding="bytes", n_layer=5, seed=7)
-    assert origin == t.Origin()
+    assert origin.weights is None and origin.checkpoint is None
+    assert origin.gpt_config == t.gpt_config_of_run(cfg, t.get_encoding("bytes"))
     assert "Config" in lines and "SMALL" not in lines
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
@@ -92,7 +93,7 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
     cfg, origin, lines = t.resolve_config(given)
     assert origin.weights is weights and origin.checkpoint is None
-    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), origin.info)
+    gpt_config = origin.gpt_config
     assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
     assert "FINETUNE" in lines and "T=64 (not 1024)" in lines
     assert "weights   weights sets n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
