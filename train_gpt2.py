@@ -776,7 +776,7 @@ def train(run):
         loss, norm = train_step(run)
         # Each list has one value per process. The CPU waits for the GPU here
         losses, norms, signals = gather_from_ranks(loss, norm, run.signal_came.is_set())
-        add_time(run, time.perf_counter() - start)
+        record_duration(run, time.perf_counter() - start)
         # train_step() has incremented state.step, so `step` is the step that was just taken
         check_step(run, step, losses, norms)
         report_step(run, step, loss=statistics.fmean(losses), norm=norms[0])  # norms are equal
@@ -2305,7 +2305,7 @@ def gather_from_ranks(loss, norm, signal_came):
         dist.all_gather(everyones, mine)
     return torch.stack(everyones).T.tolist()
 
-def add_time(run, seconds):
+def record_duration(run, seconds):
     """Record the duration of a step.
 
     State.minutes excludes the first step after each start, which may consist mostly of compilation.

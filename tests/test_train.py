@@ -223,7 +223,7 @@ def test_rank_0_downloads_hellaswag_for_all_processes(monkeypatch, capsys):
     get.reset_mock()
     assert t.prepared_hellaswag(t.Config(), model, encoding).labels.tolist() == [0]
     assert seen == [[]] and not get.called
-    score = hellaswag.Score(acc=0.2, acc_norm=0.3, total=1, cut=0)
+    score = hellaswag.Score(acc=0.2, acc_norm=0.3, total=1, n_truncated=0)
     monkeypatch.setattr(hellaswag, "evaluate", evaluate := mock.Mock(return_value=score))
     run = MagicMock()
     assert t.hellaswag_score(run) == 0.3 and run.autocast().__enter__.called
