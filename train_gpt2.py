@@ -1622,10 +1622,11 @@ def check_parameters(raw_model, optimizers):
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
         if largest >= PLACEHOLDER / 1000:
-            raise UserError(f"{name} was changed, or copied from another weight, before "
-                            "init_weights() drew it, or created after that. Change weights at the "
-                            "end of GPT.__init__, or create the layer without draw_later(). (A "
-                            "weight from torch.empty() may look like this, too: initialize it.)")
+            raise UserError(f"{name} has no initial values. Perhaps it was changed, or copied from "
+                            "another weight, before init_weights() drew that weight. Then do this "
+                            "at the end of GPT.__init__. If its layer was created after "
+                            "init_weights(), create it without draw_later(). A weight from "
+                            "torch.empty() must be initialized.")
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
