@@ -532,8 +532,9 @@ def settings_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # Include the file in which the last shard ends. If the corpus has ended, this is the first file
-    # that was added to the corpus since then, if any, so that find_finished() reports it
+    # Number of the file in which the last shard ends, plus 1. If this is the end of the corpus,
+    # file_number is one too large (see Place). Then a file that was added since is also included,
+    # and find_finished() reports it
     n_files_read = shards[-1].end.file_number + 1 if shards else 0
     for number, (url, size) in enumerate(files[:n_files_read]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -591,8 +592,8 @@ def find_finished(cfg, files):
     has none.
 
     Raise UserError if training shards have no manifest, or were made with different settings. If
-    there is only a validation shard (perhaps because the corpus was too short for more), the
-    settings may differ. In that case, return [], so that it is made again.
+    only a validation shard was made with different settings (perhaps the corpus was too short for
+    training shards), return [], so that it is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -688,7 +689,7 @@ def make_shards(cfg):
     lock = lock_folder(folder)  # noqa: F841  the lock lasts until this function returns
     remove_unfinished(folder)
     finished = find_finished(cfg, files)
-    corpus_is_done = bool(finished) and finished[-1].tokens < cfg.shard_size
+    corpus_is_done = bool(finished) and finished[-1].end.file_number == len(files)
     made = []
     if not corpus_is_done and (cfg.max_shards == 0 or len(finished) < cfg.max_shards):
         made = add_shards(cfg, files, finished)

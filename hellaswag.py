@@ -181,7 +181,7 @@ def prepare(examples, model, encode=gpt2_encode):
     model's device determines the size of the batches.
     """
     config = getattr(model, "config", None)
-    # Configs of transformers also have max_position_embeddings if they call it something else
+    # transformers' GPT-2 calls it n_positions, but max_position_embeddings is an alias
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
     rows, labels, lengths, n_truncated = [], [], [], 0
     for example in examples:

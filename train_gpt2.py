@@ -145,8 +145,9 @@ FINETUNE = dict(
 #
 # For edits: draw_later() sets each element of the weight to PLACEHOLDER, and init_weights() draws
 # only elements that still have this value. So an edit to a layer may set some elements itself. But
-# if it multiplies the weight, or copies it into a new parameter, the elements are not drawn, and
-# stay very large. Then check_parameters() reports this before the first step
+# an edit that multiplies a weight changes this value, and an edit that copies a weight into a new
+# parameter does not copy init_std. Such weights are not drawn and stay very large, so
+# check_parameters() reports them before the first step
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -346,7 +347,7 @@ class GPT(nn.Module):
         dropout=0.1. Parameters missing from the weights keep their initial values. Raise UserError
         if the weights cannot be read or do not fit the model.
         """
-        return load_pretrained(cls, source, constants)
+        return load_pretrained(cls, source, constants)  # in part two
 
 # ---- The model to train
 def build_model(cfg, gpt_config):
@@ -387,7 +388,7 @@ class DataLoaderLite:
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
         self.seed, self.shuffle, self.recut = seed, shuffle, recut
-        self.lengths = [len(tokens_of_shard(shard)) for shard in shards]
+        self.lengths = [len(tokens_of_shard(shard)) for shard in shards]  # in tokens
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
         self.last_shard, self.last_tokens = None, None  # index and token ids of the last shard read
@@ -412,9 +413,10 @@ class DataLoaderLite:
         row_order = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(row_order[n_read_of_shard]) * self.T          # 17 * 8 = 136
         if self.recut:
-            # Cut this epoch's rows `shift` tokens earlier, where shift < T. For example, with T = 8
-            # and shift = 3, rows begin at tokens 0, 5, 13, 21 and so on: the first row cannot begin
-            # earlier. With the factor 0.618, the shifts of consecutive epochs are very different
+            # In this epoch, each row begins `shift` tokens earlier than usual, where shift < T. But
+            # the first row still begins at token 0. For example, with T = 8 and shift = 3, rows
+            # begin at tokens 0, 5, 13, 21 and so on, so the first two rows overlap. With the factor
+            # 0.618, the shifts of consecutive epochs are very different
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -445,9 +447,9 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# Four orders are in use at a time: the order of the shards and the order of the rows in the current
-# shard, both for the training data and for the validation data. Keeping the orders of the rows of
-# all shards would need too much memory
+# The cache holds the four orders that are in use at a time: the order of the shards, and the order
+# of the rows in the current shard, both for the training data and for the validation data. Orders
+# of the rows in all shards would need too much memory
 @lru_cache(maxsize=4)
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
@@ -568,6 +570,21 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
+def store_initial_values(optimizers):
+    """Copy the lr and the other values of each optimizer group to group["initial"].
+
+    build_state() calls this function after configure_optimizers(). Each step of training changes
+    group["lr"], but step_optimizers() always needs the initial one. When a run is resumed, initial
+    values also show what has been edited (see load_optimizer).
+
+    For edits: if training adds an optimizer or a group, call this function again.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
 # ---- Training
 @dataclass
 class State:
@@ -580,9 +597,9 @@ class State:
     the first step.
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
-    __post_init__(self) to this class. When it is called in a new run, the model has its initial
-    weights or, with init_from, the pretrained ones. In a resumed run, the model has initial weights
-    at this time, even with init_from. Then the checkpoint replaces the weights and the attributes.
+    __post_init__(self) to this class. When it is called, the model has its initial weights or, in a
+    new run with init_from, the pretrained ones. In a resumed run, the checkpoint then replaces the
+    weights and all attributes.
 
     raw_model is the GPT without the DDP wrapper. raw_model.compile() compiles it in place, so
     raw_model(idx) then runs the compiled code.
@@ -622,7 +639,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions (a hellaswag.Prepared); None if it is off
-    folder: "RunFolder | None"    # writes to log_dir; None while --minutes measures the speed
+    folder: "RunFolder | None"    # writes to log_dir; None in the trial steps that `minutes` needs
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -667,19 +684,6 @@ def read_step(run):
     first_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
 
-def loss_weights(batches):
-    """Return a factor for the mean loss of each micro-batch. The sum is the loss of the step.
-
-    Each factor is 1 / len(batches).
-
-    For edits: if read_step() masks targets (sets them to -100), micro-batches may have different
-    numbers of targets. The factors are proportional to these numbers, so that the loss of the step
-    is the exact mean over all its targets.
-    """
-    counts = torch.stack([(y != -100).sum() for _, _, y in batches])  # (micro-batches,)
-    # The mean over the processes, which DDP takes, divides by world_size()
-    return counts * world_size() / sum_over_ranks(counts.sum())
-
 def train_step(run):
     """Take one optimizer step. Return this process's loss and the norm of the gradient.
 
@@ -690,9 +694,10 @@ def train_step(run):
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
+    # The number of targets in this step. For edits: read_step() may mask some (set them to -100)
+    n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
-    weights = loss_weights(batches)
     for i, (row, x, y) in enumerate(batches):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
         # run repeats it. (With dropout, a different B therefore changes the losses slightly)
@@ -705,9 +710,12 @@ def train_step(run):
         with ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # backward() adds up the gradients of the micro-batches, but the gradient of the step is
-            # their mean. So multiply each loss by 1 / len(batches)
-            loss = loss * weights[i]
+            # `loss` is the mean over this micro-batch's targets, but the loss of the step is the
+            # mean over all targets of the step. backward() adds up the gradients of the
+            # micro-batches, so multiply `loss` by the micro-batch's fraction of the targets. (All
+            # fractions are equal, unless targets are masked.) DDP's mean divides by world_size()
+            fraction = (y != -100).sum() / n_targets
+            loss = loss * fraction * world_size()
             state.scaler.scale(loss).backward()
         step_loss = step_loss + loss.detach()
         state.tokens += x.numel() * world_size()
@@ -731,7 +739,7 @@ def step_optimizers(state, cfg, norm):
     """
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # group["initial"] holds the values that the group was built with
+            # For group["initial"], see store_initial_values()
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
         # GradScaler.step() alone would skip only the optimizer of the affected parameter
@@ -760,13 +768,14 @@ def train(run):
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (Steps from
             # which the run can already be resumed are not saved: see RunFolder.can_resume_at)
-            check_and_save(run)
+            check_weights(run)
+            run.folder.save_in_background(state)
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag_data:
             report(run, step, "hella", hellaswag_score(run), print_always=True)
         if due(cfg.eval_every, run) or due(cfg.hellaswag_every, run):
-            run.folder.plot()
+            run.folder.plot_in_background()
         # Do not sample before the first step, except in a run that only evaluates
         if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0):
             print_sample(run)
@@ -1029,7 +1038,7 @@ def check_same_function(ours, hf_model, end_of_text):
 class ModelInfo:
     """The constants of an already trained model, and the source of its weights."""
     source: str                # the file, folder or hub name of the weights
-    gpt_config: dict           # the known constants of its GPTConfig, except dropout
+    model_constants: dict      # the known constants of its GPTConfig, except dropout
     encoding_name: str | None  # None if it is unknown
 
 @dataclass
@@ -1081,7 +1090,7 @@ def gpt_config_of_run(cfg, encoding, info=None):
                          vocab_size=padded(encoding.n_vocab), **in_both)
     # Constants that the ModelInfo lacks come from cfg: dropout and, for edits, constants that did
     # not exist when the weights were trained
-    return make_gpt_config(in_both | info.gpt_config, info.source)
+    return make_gpt_config(in_both | info.model_constants, info.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1097,7 +1106,7 @@ def make_gpt_config(constants, source):
 def load_pretrained(cls, source, constants):
     """Return a model of class `cls` (GPT) with the weights in `source` (see from_pretrained)."""
     weights = source if isinstance(source, Weights) else read_weights(str(source))
-    model = cls(make_gpt_config(weights.info.gpt_config | constants, weights.info.source))
+    model = cls(make_gpt_config(weights.info.model_constants | constants, weights.info.source))
     load_weights(model, weights)
     return model
 
@@ -1128,8 +1137,8 @@ def main():
     try:
         run_command(parse_flags(Config, __doc__, PRESETS))
         if dist.is_initialized():
-            # The DDP model needed this group. It was a local variable of run_command(), so it is
-            # gone
+            # Only the DDP model needed the process group, and it was deleted when run_command()
+            # returned
             dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -1197,7 +1206,8 @@ def resolve_config(flags, device=torch.device("cpu")):
     # make_config() converts the text of the flags. Values that are not given here come from Config
     cfg = make_config(Config, {"data": data} | preset | flags)
     weights, checkpoint = read_what_command_needs(cfg, device)
-    info, model_line = info_of_model(cfg, weights, checkpoint), ""
+    info = info_of_model(cfg, weights, checkpoint)
+    model_line = ""
     if info:
         values = constants_set_by_model(info, preset_name, flags)
         check_flags_against_model(flags, cfg, values, info.source)
@@ -1265,8 +1275,8 @@ def read_what_command_needs(cfg, device):
 def info_of_model(cfg, weights, checkpoint):
     """Return the ModelInfo that determines the model, or None if Config determines it.
 
-    With init_from=scratch, Config determines the model. If a checkpoint is resumed with it, Config
-    must not have changed. (check_same_training() makes sure of that.)
+    Config determines the model of a run from scratch, even when the run is resumed.
+    (check_same_training() makes sure that Config has not been changed.)
     """
     if weights:
         return weights.info
@@ -1283,14 +1293,14 @@ def constants_set_by_model(info, preset_name, flags):
     an entry that was added to FINETUNE sets them.
     """
     names = asdict(Config()).keys()
-    values = {name: value for name, value in info.gpt_config.items() if name in names}
+    values = {name: value for name, value in info.model_constants.items() if name in names}
     if info.encoding_name:
         values["encoding"] = info.encoding_name
     if preset_name == "FINETUNE":
         # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
         # max_lr is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
-        derived = {"max_lr": 0.1 / info.gpt_config["n_embd"],
-                   "T": min(1024, 2 ** int(math.log2(info.gpt_config["block_size"])))}
+        derived = {"max_lr": 0.1 / info.model_constants["n_embd"],
+                   "T": min(1024, 2 ** int(math.log2(info.model_constants["block_size"])))}
         values |= {name: value for name, value in derived.items()
                    if name not in FINETUNE and name not in flags}
     return values
@@ -1681,7 +1691,8 @@ def check_same_attributes(state, saved):
         if name not in saved and (is_stateful(value) or has_tensors(value)):
             raise ValueError(f"the checkpoint does not contain State.{name}")
     for name, content in saved.items():
-        # The content of an object that State no longer has would be restored as a dict
+        # If State no longer has an object that was saved, restore_state() would set the attribute
+        # to the dict that state_dict() returned for this object
         value = getattr(state, name, None)
         if isinstance(content, dict) and not (is_stateful(value) or isinstance(value, dict)):
             raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
@@ -1764,29 +1775,12 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- Optimizers in a checkpoint. An optimizer group holds values such as lr and momentum. Training
-# may change them (your own optimizer may count steps in a group), and an edit to the code may set
-# other ones. When a run is resumed, both kinds of changes must be kept. So a group also stores its
-# initial values, and a checkpoint contains both. When the checkpoint is loaded, an initial value
-# that differs from the stored one was edited, and is used. All other values are restored. Example:
-#
-#                   in the checkpoint      in the code       after the restart
-#                   initial    value       initial           value
-#     momentum      0.95       0.95        0.8 (edited)      0.8
-#     step count    0          700         0                 700
-def store_initial_values(optimizers):
-    """Copy the values of each optimizer group to group["initial"], unless this has been done.
-
-    build_state() calls this function. Besides resuming, step_optimizers() uses the initial lr.
-
-    For edits: if training adds an optimizer or a group, call this function again.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
+# ---- Optimizers in a checkpoint. An optimizer group holds values such as lr and momentum. When a
+# run is resumed, a value that was edited in the code gets its new value. Every other value is
+# restored from the checkpoint, since training may have changed it (for example, your own optimizer
+# may count steps in a group). To show what was edited, a checkpoint also contains the initial
+# values, which the code set when the run began. A value was edited if the code now sets a different
+# initial value
 def load_optimizer(optimizer, content):
     """Load the content of a checkpoint into an optimizer, except for values that were edited.
 
@@ -1897,8 +1891,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     The data and all constants must be the same, except that max_steps may grow, and the constants
     in FREE_TO_CHANGE may differ.
 
-    A run that has finished must also have the same code, because train() evaluates it again, and
-    the new result replaces the old one.
+    A run that has finished must also have the same code. It is not trained any further, but train()
+    evaluates it again, and the new result replaces the old one.
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
@@ -1985,7 +1979,7 @@ class RunFolder:
         """
         return step == self.saved_step or (step == 0 and self.cfg.init_from == "scratch")
 
-    def save(self, state):
+    def save_in_background(self, state):
         """Start saving `state`, unless the run can already be resumed at its step.
 
         Training waits only for the previous save and for the copy to host memory.
@@ -2033,17 +2027,19 @@ class RunFolder:
         lowest validation loss.
         """
         found = find_checkpoints(self.path)  # {step: path}
-        older = [other_step for other_step in found if other_step < step]  # steps, the newest first
+        older = [other_step for other_step in found if other_step < step]  # the newest step first
         losses = {other_step: loss for other_step, loss in read_metrics(self.path)["val"]
                   if other_step in found}
-        keep = {step, *older[:1], min(losses, key=losses.get, default=None)}
+        keep = {step, *older[:1]}  # the two newest
+        if losses:
+            keep.add(min(losses, key=losses.get))  # the one with the lowest loss
         every = self.cfg.keep_every
         keep |= {other_step for other_step in older if every and other_step % every == 0}
         for other_step in set(older) - keep:
             with contextlib.suppress(OSError):
                 found[other_step].unlink()
 
-    def plot(self):
+    def plot_in_background(self):
         """Plot in the background if matplotlib is installed. Cancel a plot that is still queued."""
         if rank() == 0 and importlib.util.find_spec("matplotlib"):
             if self.last_plot:
@@ -2323,6 +2319,10 @@ def check_step(run, step, losses, norms):
     fail_if(problem_with_norms(step, norms), run)
     fail_if(problem_with_loss(run, step, statistics.fmean(losses), norms[0]), run)
 
+def check_weights(run):
+    """If processes have different weights, write this to run.json and raise UserError."""
+    fail_if(problem_with_weights(run.state.raw_model), run)
+
 def fail_if(problem, run):
     """If `problem` is not None, write this message to run.json and raise UserError."""
     if problem:
@@ -2372,14 +2372,6 @@ def problem_with_loss(run, step, loss, norm):
             "the vocabulary, zeros), float16, an edit, or cuDNN's attention, which "
             "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To start again from before this step, use "
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
-
-def check_and_save(run):
-    """Start saving the current step, unless the run can already be resumed from it.
-
-    A background thread does the work. Raise UserError if processes have different weights.
-    """
-    fail_if(problem_with_weights(run.state.raw_model), run)
-    run.folder.save(run.state)
 
 def report_step(run, step, loss, norm):
     """Report the loss and the gradient norm of a step."""
@@ -2524,7 +2516,8 @@ def finish(run, stopped):
 
 def save_last_step(run):
     """Make sure that the run can be resumed from the current step. Raise UserError if it cannot."""
-    check_and_save(run)
+    check_weights(run)
+    run.folder.save_in_background(run.state)
     error = run.folder.wait_for_save()
     if error:
         raise UserError(f"Step {run.state.step} is not saved ({error}): free some space, and "

@@ -592,7 +592,7 @@ def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
 def test_weights_with_a_constant_that_the_code_lacks_are_refused(finished):
     """The message names the constant that GPTConfig lacks."""
     weights = t.read_weights(str(finished / LAST))
-    weights.info.gpt_config["width"] = 5
+    weights.info.model_constants["width"] = 5
     with pytest.raises(t.UserError, match="was made with the constant width, which GPTConfig in"):
         t.GPT.from_pretrained(weights)
 

@@ -199,7 +199,7 @@ def test_only_the_newest_plot_is_drawn_after_a_slow_save(tmp_path, monkeypatch):
     monkeypatch.setattr(t, "plot_curves", plot_curves := mock.Mock())
     folder.executor.submit(hold.result)  # in place of a slow save
     for _ in range(5):
-        folder.plot()
+        folder.plot_in_background()
     hold.set_result(None)
     folder.close()
     plot_curves.assert_called_once_with(tmp_path)

@@ -238,8 +238,8 @@ def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
     cfg = t.Config(max_steps=3, save_every=2, keep_every=0, eval_every=2, hellaswag_every=3,
                    sample_every=2)
     run = MagicMock(cfg=cfg, state=state)
-    run.folder.save = lambda _: seen.append("save")
-    run.folder.plot = lambda: seen.append("plot")
+    run.folder.save_in_background = lambda _: seen.append("save")
+    run.folder.plot_in_background = lambda: seen.append("plot")
 
     def train_step(run):
         state.step += 1
