@@ -532,12 +532,12 @@ def settings_of(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # Number of the file in which the last shard ends, plus 1. If this is the end of the corpus,
-    # file_number is one too large (see Place). Then a file that was added since is also included,
-    # and find_finished() reports it
-    n_files_read = shards[-1].end.file_number + 1 if shards else 0
-    for number, (url, size) in enumerate(files[:n_files_read]):
-        settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    if shards:
+        # All files up to the one in which the last shard ends. If it ends at the end of the corpus,
+        # file_number is len(files), so a file that is added later changes these settings
+        end = shards[-1].end
+        for number, (url, size) in enumerate(files[:end.file_number + 1]):
+            settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
 def read_manifest(path):

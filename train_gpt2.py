@@ -1184,21 +1184,19 @@ def resolve_config(flags, device=torch.device("cpu")):
     Each constant in Config gets its value from the last of these sources that sets it:
 
     1. Config
-    2. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
+    2. with the preset FINETUNE: max_lr and T are derived from the loaded model
+    3. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
        on a text file
-    3. the flags, {name: text}
-
-    Then, if weights or a checkpoint determine the model (see info_of_model), its ModelInfo sets the
-    constants of the model and the encoding. A flag with a different value raises UserError. The
-    ModelInfo also sets max_lr and T if the preset is FINETUNE, unless a flag sets them (or an edit
-    has added them to FINETUNE).
+    4. the flags, {name: text}
+    5. the loaded model, if it determines the model of this command (see info_of_model), sets the
+       constants of the model and the encoding. A flag with a different value raises UserError
 
     Finally, B is lowered if it does not divide a process's share of the batch. If max_steps depends
     on `epochs` or `minutes`, determine_max_steps() computes it once the data has been opened.
     """
     if "max_steps" in flags:
-        # --max_steps overrides `epochs` and `minutes` from Config or a preset. If --epochs or
-        # --minutes is also given, that flag wins
+        # --max_steps overrides `epochs` and `minutes` in Config and in the presets, but not the
+        # flags --epochs and --minutes
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
@@ -1367,7 +1365,10 @@ def fitting_B(cfg):
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
 def check_model_fits(cfg, gpt_config, encoding):
-    """Raise UserError if a loaded model has the wrong vocabulary or too short a context."""
+    """Raise UserError if a model that was loaded does not fit the encoding and T.
+
+    A model that Config determines always fits.
+    """
     if gpt_config.n_vocab != encoding.n_vocab or cfg.T > gpt_config.block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {gpt_config.n_vocab} tokens "
                         f"and a context of {gpt_config.block_size}, but encoding={cfg.encoding} "
@@ -1631,7 +1632,7 @@ def check_parameters(raw_model, optimizers):
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest >= PLACEHOLDER / 1000:
+        if largest >= PLACEHOLDER / 1000:  # an edit may have multiplied PLACEHOLDER by, say, 0.02
             raise UserError(f"{name} has no initial values. Perhaps it was changed, or copied from "
                             "another weight, before init_weights() drew that weight. Then do this "
                             "at the end of GPT.__init__. If its layer was created after "
@@ -1896,7 +1897,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
-    # `data` is only a path, so compare the fingerprints of the data instead
+    # The constant `data` is only a path. The entry "data" of a checkpoint is the fingerprint of the
+    # data, so compare fingerprints instead
     before["data"], now["data"] = checkpoint["data"], fingerprint
     changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
     changed -= {"epochs", "minutes"}  # they only determine max_steps (see determine_max_steps)
@@ -1937,10 +1939,9 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        if not continues:  # another run, which ended before its first save, may have left these
+        if not continues:  # another run, which ended before its first save, may have left a log
             self.set_aside("log.txt")
-            self.set_aside("hf")  # the exported model
-        elif step < self.cfg.max_steps:  # training continues, so an earlier export is outdated
+        if not continues or step < self.cfg.max_steps:  # an earlier export becomes outdated
             self.set_aside("hf")
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
