@@ -13,6 +13,7 @@ learning-rate schedule is compressed so that the checked steps include both warm
 """
 import argparse
 import ast
+import itertools
 import json
 import math
 import os
@@ -58,7 +59,9 @@ PROMISES = {
     "B": ("B changes speed only",
         "The usual reason is a term or a statistic over the rows of a micro-batch (also in "
         "validation, where the last one may be smaller), a random number that is drawn or seeded "
-        "per micro-batch, a value that counts forward passes instead of steps, or a use of cfg.B."),
+        "per micro-batch, a value that counts forward passes instead of steps, or a use of cfg.B. "
+        "If the difference is small and the edit selects tokens or experts (top-k), rounding may "
+        "also have changed a selection."),
     "processes": ("the number of processes changes speed only",
         "The usual reason is a term or a statistic over the rows of one process, a value that each "
         "process computes from its own rows or from the number of processes, or a parameter that "
@@ -681,7 +684,11 @@ class Check:
             return Verdict("BROKEN", f"validation reads other inputs or targets than "
                            f"{self.plan.options.against}, so val is not comparable", (text,),
                            is_explained=True)
-        return self.compare_val(cross_entropy, "the cross-entropy", self.noise(self.base))
+        verdict = self.compare_val(cross_entropy, "the cross-entropy", self.noise(self.base))
+        term = self.base.report.get("training_term")
+        if verdict == holds() and term and abs(term) > 1e-4:
+            return holds(f"in training mode, the loss of two rows differs from it by {term:+.4f}")
+        return verdict
 
     def committed(self):
         """Return the run of the committed version. Raise Unchecked if there is none."""
@@ -722,7 +729,9 @@ class Check:
                          "steps depend on it, make it an attribute of State.")
         notes += self.notes_about_progress() + self.notes_about_processes()
         notes += self.notes_about_warnings()
-        return notes + self.notes_about_metrics() + notes_about_constants(self.base.log)
+        log = self.base.log
+        return (notes + self.notes_about_metrics() + notes_about_constants(log)
+                + notes_about_equal_metrics(log))
 
     def notes_about_progress(self):
         """Return a note if the loss falls much less than without the edit."""
@@ -811,6 +820,21 @@ def notes_about_constants(log):
         values[metric].append(value)
     return [f"{metric} is {of_metric[0]} in all steps." for metric, of_metric in values.items()
             if len(of_metric) > 1 and len(set(of_metric)) == 1]
+
+def notes_about_equal_metrics(log):
+    """Return notes on two metrics in a log that are equal in all steps that have both."""
+    values = defaultdict(dict)
+    for (step, metric), value in log.items():
+        values[metric][step] = value
+    notes = []
+    for one, other in itertools.combinations(values, 2):
+        steps = values[one].keys() & values[other].keys()
+        changes = len({values[one][step] for step in steps}) > 1
+        if changes and all(values[one][step] == values[other][step] for step in steps):
+            notes.append(f"{one} and {other} are the same digit for digit in {len(steps)} steps. "
+                         "Perhaps both are computed from the same data, or one is a value that "
+                         "was kept from the other.")
+    return notes
 
 # ---- The command
 def check(options):

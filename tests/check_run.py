@@ -26,6 +26,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import torch
@@ -210,13 +211,19 @@ def training_and_validation(t, run, loader, rows):
     "equal_rows": how many of them are part of the validation data, "only_val_rows": how many of
     these are not part of the training data (0 if this is a large corpus), "val_rows" and
     "equal_val_rows": how many validation rows were compared with the training data, and are part of
-    it}. rows: arrays (T,) of token ids.
+    it}. A row also counts if its reverse is part of the data. rows: arrays (T,) of token ids.
     """
     def paths(loader):
         return {str(shard) for shard in loader.shards if isinstance(shard, Path)}
 
     def first_tokens(loader):
-        return t.tokens_of_shard(loader.shards[0])[:MOST_TOKENS].astype(np.uint32)
+        parts, n_missing = [], MOST_TOKENS
+        for shard in loader.shards:
+            parts.append(t.tokens_of_shard(shard)[:n_missing].astype(np.uint32))
+            n_missing -= len(parts[-1])
+            if n_missing == 0:
+                break
+        return np.concatenate(parts)
     rows, val_rows = [row for row in rows if len(row) >= SHORTEST_ROW], []
     files, training, validation = [], np.zeros(0, np.uint32), np.zeros(0, np.uint32)
     try:
@@ -229,15 +236,20 @@ def training_and_validation(t, run, loader, rows):
         rows = []
     shards = getattr(run.train_loader, "shards", ())
     is_whole = len(shards) == 1 and 0 < len(training) < MOST_TOKENS
-    foreign = [row for row in rows if is_whole and not count_parts([row], training)]
-    return {"files": files, "rows": len(rows), "equal_rows": count_parts(rows, validation),
-            "only_val_rows": count_parts(foreign, validation),
-            "val_rows": len(val_rows), "equal_val_rows": count_parts(val_rows, training)}
+    count = count_parts_or_reversed
+    foreign = [row for row in rows if is_whole and not count([row], training)]
+    return {"files": files, "rows": len(rows), "equal_rows": count(rows, validation),
+            "only_val_rows": count(foreign, validation), "val_rows": len(val_rows),
+            "equal_val_rows": count(val_rows, training)}
 
 def count_parts(rows, tokens):
     """Return how many of the rows, arrays of token ids, are part of `tokens` (uint32)."""
     text = tokens.tobytes()
     return sum(is_part(row.astype(np.uint32).tobytes(), text) for row in rows)
+
+def count_parts_or_reversed(rows, tokens):
+    """Return how many of the rows are part of `tokens` as they are or in reverse order."""
+    return sum(bool(count_parts([row, row[::-1]], tokens)) for row in rows)
 
 def is_part(ids, text):
     """Return whether ids occur in a text. Both are the bytes of an array of uint32."""
@@ -296,7 +308,7 @@ class Watched:
             *noted(notes_about_zero_attributes, state),
             *noted(notes_about_padding, model),
             *noted(notes_about_average, state, self.samples),
-            *self.between,
+            *([] if noted(notes_about_copies, state) else self.between),
             *noted(notes_about_buffers, state, self.buffers),
             *noted(notes_about_clipping, state, self.clipped, self.norms),
             *noted(notes_about_small_gradients, self.factors_of_clipping),
@@ -325,14 +337,19 @@ def noted(function, *args):
         return []
 
 def watch_validation(t):
-    """Return a list, to which each call of validation_loss() adds its loader if it is new."""
+    """Return a list, to which each call of validation_loss() adds the loader that it reads."""
     loaders, original = [], getattr(t, "validation_loss", None)
 
     def validation_loss(*args, **kwargs):
-        for value in (*args, *kwargs.values()):
-            if hasattr(value, "shards") and value not in loaders:
-                loaders.append(value)
-        return original(*args, **kwargs)
+        given = [value for value in (*args, *kwargs.values()) if hasattr(value, "shards")]
+        with contextlib.ExitStack() as stack:
+            reads = [stack.enter_context(patch.object(loader, "batch", wraps=loader.batch))
+                     for loader in given]
+            loss = original(*args, **kwargs)
+        # An edit may return a value that it has kept, without reading the loader
+        loaders.extend(loader for loader, read in zip(given, reads)
+                       if read.called and loader not in loaders)
+        return loss
     if original:
         t.validation_loss = functools.wraps(original)(validation_loss)
     return loaders
@@ -1334,6 +1351,13 @@ def notes_about_second_targets(targets, y):
             "targets. If one of them should predict tokens further ahead, compare its "
             "logits[:, :-1] with targets[:, 1:]."]
 
+def term_of_loss(model, x, y):
+    """Return a model's loss minus the cross-entropy of its logits. x, y: (B, T)."""
+    with buffers_restored(model):
+        logits, loss = model(x, y)
+    cross_entropy = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
+    return (loss - cross_entropy).item()
+
 def notes_about_loss(model, x, y):
     """Return a note if additional terms make up much of the training loss.
 
@@ -1404,7 +1428,8 @@ def examine(run, tolerance):
     {"samples": a problem or None, "drawn": token ids, "later": see leak_problem() and
     length_problem(), "notes": texts, "val_data": see validation_data(), "cross_entropy": loss,
     "later_in_training": as "later", in training mode, "modes": how far the logits in training mode
-    are from those in eval mode}
+    are from those in eval mode, "training_term": loss in training mode minus the cross-entropy of
+    the logits, or None}
 
     An edited generate() or forward() may raise anything, so errors become texts.
     """
@@ -1433,6 +1458,10 @@ def examine(run, tolerance):
         report["modes"] = gap if gap > tolerance * max(1.0, logits.abs().max().item()) else 0.0
     except Exception as e:
         report["later_in_training"] = f"{type(e).__name__}: {e}"
+    try:
+        report["training_term"] = term_of_loss(raw_model, x, y)
+    except Exception:
+        report["training_term"] = None
     leaks = any(isinstance(report[name], list) for name in ("later", "later_in_training"))
     report["notes"] += notes_in_training_mode(raw_model, x, y, leaks)
     raw_model.eval()

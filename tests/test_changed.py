@@ -859,6 +859,14 @@ def test_dropout_is_applied_where_gpt2_applies_it(is_gpt2):
     assert [call.args[1] for call in dropout.call_args_list] == [0.5] * (1 + 2 * 2)
     assert [call.kwargs["dropout_p"] for call in attention.call_args_list] == [0.5] * 2
 
+def test_dropout_can_be_changed_in_all_places_during_training(is_gpt2):
+    """An edit that sets p of each nn.Dropout also changes the dropout of the attention weights."""
+    model = small(dropout=0.5).train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    assert model(ids())[0].equal(model.eval()(ids())[0])
+
 def update_of_one_process(arrange, _):
     """Let the process with rank 1 skip its first update, as if its own loss had decided so."""
     def step_optimizers(state, *args):

@@ -907,6 +907,34 @@ def test_metrics_with_the_same_value_in_all_steps_are_noted():
            (4, "val"): "1.0"}
     assert check.notes_about_constants(log) == ["ratio is 0.0 in all steps."]
 
+def test_two_metrics_with_the_same_values_are_noted():
+    """Perhaps one of them was kept in a cache. Two constants are not noted, nor one equal step."""
+    log = {(0, "val"): "2.0", (9, "val"): "1.0", (0, "new"): "2.0", (5, "new"): "3.0",
+           (9, "new"): "1.0", (0, "a"): "0.0", (9, "a"): "0.0", (0, "b"): "0.0", (9, "b"): "0.0",
+           (0, "hella"): "2.0"}
+    note, = check.notes_about_equal_metrics(log)
+    assert note.startswith("val and new are the same digit for digit in 2 steps.")
+
+def test_validation_sets_are_those_that_are_read():
+    """An edited validation_loss() may return what it has kept, without reading the given loader."""
+    script = types.SimpleNamespace(validation_loss=lambda run, loader: run or loader.batch(0))
+    found = check_run.watch_validation(script)
+    one, two = (mock.Mock(shards=[], batch=mock.Mock(return_value=n)) for n in (3, 4))
+    assert script.validation_loss(2, loader=one) == 2 and found == []
+    assert script.validation_loss(0, two) == 4 and found == [two]
+    assert script.validation_loss(0, two) == 4 and found == [two]
+
+@torch.no_grad()
+def test_a_term_that_training_adds_to_the_loss_is_measured_with_its_sign():
+    """A researcher can see from the sign whether training minimizes or maximizes the term."""
+    x = torch.randint(8, (2, 16))
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(
+        block_size=16, n_vocab=9, vocab_size=128, n_layer=1, n_head=2, n_embd=16)).train()
+    assert abs(check_run.term_of_loss(model, x, x)) < 1e-6
+    forward = model.forward
+    model.forward = lambda *args: (forward(*args)[0], forward(*args)[1] - 0.25)
+    assert check_run.term_of_loss(model, x, x) == pytest.approx(-0.25, abs=1e-5)
+
 @torch.no_grad()
 def test_a_training_loss_that_is_mostly_other_terms_is_noted():
     """A term with the wrong normalization is found, a small one is not."""
@@ -1075,6 +1103,8 @@ def test_training_rows_that_are_validation_data_are_found(tmp_path):
     assert in_both([val + 6000], [val], rows)["only_val_rows"] == 3
     assert in_both([val + 6000, val], [val], rows)["only_val_rows"] == 0  # not all are compared
     assert in_both([val[:2500]], [val], [])["equal_val_rows"] == 25
+    assert in_both([val + 6000, val], [val], [])["equal_val_rows"] == 50  # in the second shard
+    assert in_both([val + 6000, val[::-1]], [val], [])["equal_val_rows"] == 50  # read backwards
     one, two = tmp_path / "1.npy", tmp_path / "2.npy"
     np.save(one, val)
     np.save(two, val + 1)
