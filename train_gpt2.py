@@ -414,9 +414,9 @@ class DataLoaderLite:
         start = int(row_order[n_read_of_shard]) * self.T          # 17 * 8 = 136
         if self.recut:
             # In this epoch, each row begins `shift` tokens earlier than usual, where shift < T. But
-            # the first row still begins at token 0. For example, with T = 8 and shift = 3, rows
-            # begin at tokens 0, 5, 13, 21 and so on, so the first two rows overlap. With the factor
-            # 0.618, the shifts of consecutive epochs are very different
+            # no row can begin before token 0. For example, with T = 8 and shift = 3, the rows of a
+            # shard begin at tokens 0, 5, 13, 21 and so on, so its first two rows overlap. With the
+            # factor 0.618, the shifts of consecutive epochs are very different
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -1137,8 +1137,7 @@ def main():
     try:
         run_command(parse_flags(Config, __doc__, PRESETS))
         if dist.is_initialized():
-            # Only the DDP model needed the process group, and it was deleted when run_command()
-            # returned
+            # The DDP model, which uses the process group, was deleted when run_command() returned
             dist.destroy_process_group()
     except Exception as error:
         if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
@@ -2263,8 +2262,8 @@ def description(run, checkpoint):
         lines.append("This run is finished. It is only validated, sampled and exported again.")
     return "\n".join(lines)
 
-# ---- Monitoring and saving. log.txt is for programs, stdout for people. Each step is
-# checked before it is reported, and the weights before they are saved
+# ---- Monitoring. log.txt is for programs, stdout for people. Each step is checked before it is
+# reported, and the weights before they are saved
 def report(run, step, metric, value, note="", print_always=False):
     """Append a value to log.txt, which plot_curves() reads, and print it if a line is due.
 
