@@ -44,10 +44,10 @@ GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them ta
 
 class Prepared(NamedTuple):
     """Q questions as rows of tokens for one model. Row 4 * q + i has ending i of question q."""
-    batches: list          # (row numbers, tokens (R, N), is_ending (R, N)) of each batch of R rows
-    labels: torch.Tensor   # (Q,) the index of the correct ending
-    lengths: torch.Tensor  # (Q, 4) the number of tokens in each ending
-    n_truncated: int       # the number of questions whose context was truncated to fit
+    batches: list           # (row numbers, tokens (R, N), is_ending (R, N)) of each batch of R rows
+    labels: torch.Tensor    # (Q,) the index of the correct ending
+    n_tokens: torch.Tensor  # (Q, 4) the number of tokens in each ending
+    n_truncated: int        # the number of questions whose context was truncated to fit
 
 class Score(NamedTuple):
     """The result of evaluate()."""
@@ -183,16 +183,16 @@ def prepare(examples, model, encode=gpt2_encode):
     config = getattr(model, "config", None)
     # transformers' GPT-2 calls it n_positions, but max_position_embeddings is an alias
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
-    rows, labels, lengths, n_truncated = [], [], [], 0
+    rows, labels, n_tokens, n_truncated = [], [], [], 0
     for example in examples:
         whole_context, whole_endings = tokenize(example, encode)
         context, endings = cut_to_fit(whole_context, whole_endings, block_size)
         n_truncated += len(context) < len(whole_context)
         rows += [(context, ending) for ending in endings]
         labels.append(example["label"])
-        lengths.append([len(ending) for ending in endings])
+        n_tokens.append([len(ending) for ending in endings])
     batches = make_batches(rows, CPU_BATCH if device_of(model).type == "cpu" else GPU_BATCH)
-    return Prepared(batches, torch.tensor(labels), torch.tensor(lengths), n_truncated)
+    return Prepared(batches, torch.tensor(labels), torch.tensor(n_tokens), n_truncated)
 
 def make_batches(rows, batch_tokens):
     """Return Prepared.batches, the longest rows first.
@@ -287,7 +287,7 @@ def evaluate(model, questions, progress=False):
     """
     prepared = questions if isinstance(questions, Prepared) else prepare(questions, model)
     rank, n_ranks = rank_and_world_size()
-    sums = torch.zeros(prepared.lengths.numel(), dtype=torch.float64)
+    sums = torch.zeros(prepared.n_tokens.numel(), dtype=torch.float64)
     batches = tqdm(prepared.batches[rank::n_ranks], unit="batch", disable=not progress)
     for row_numbers, tokens, is_ending in batches:
         sums[row_numbers] = ending_losses(model, tokens, is_ending)
@@ -299,7 +299,7 @@ def evaluate(model, questions, progress=False):
         raise UserError("HellaSwag: some losses are not finite. Check the weights; if the dtype is "
                         "float16, use bfloat16 or float32.")
     right = (sums.argmin(1) == prepared.labels).double()
-    right_norm = ((sums / prepared.lengths).argmin(1) == prepared.labels).double()
+    right_norm = ((sums / prepared.n_tokens).argmin(1) == prepared.labels).double()
     return Score(right.mean().item(), right_norm.mean().item(), len(sums), prepared.n_truncated)
 
 # ------------------------------------------------------------------------------ command line

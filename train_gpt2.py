@@ -685,12 +685,12 @@ def read_step(run):
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
 
 def train_step(run):
-    """Take one optimizer step. Return this process's loss and the norm of the gradient.
+    """Take one optimizer step. Return the loss and the norm of the gradient.
 
-    The loss of the step is the mean of the processes' losses. The norm is measured before clipping,
-    and is the same in all processes. Both values are tensors on the device, so that train() waits
-    for the GPU only once per step. (In float16, this function also waits, since GradScaler has to
-    know whether a gradient overflowed.)
+    With several processes, each returns a different loss, and the mean of these is the loss of the
+    step. The norm is measured before clipping, and is the same in all processes. Both values are
+    tensors on the device, so that train() waits for the GPU only once per step. (In float16, this
+    function also waits, since GradScaler has to know whether a gradient overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
@@ -705,8 +705,7 @@ def train_step(run):
         # DDP averages gradients over the processes during the backward pass. Only the last
         # micro-batch needs that. Before it, gradients accumulate locally. The forward pass must
         # also be inside no_sync(), because DDP prepares the averaging in the forward pass
-        is_last = i == len(batches) - 1
-        only_accumulate = world_size() > 1 and not is_last
+        only_accumulate = world_size() > 1 and i < len(batches) - 1
         with ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
@@ -1035,18 +1034,13 @@ def check_same_function(ours, hf_model, end_of_text):
 # ---- Weights and constants of a trained model. They may come from an edited copy of this file, or
 # from Hugging Face, so they may not fit the GPT in this file
 @dataclass
-class ModelInfo:
-    """The constants of an already trained model, and the source of its weights."""
-    source: str                # the file, folder or hub name of the weights
-    model_constants: dict      # the known constants of its GPTConfig, except dropout
-    encoding_name: str | None  # None if it is unknown
-
-@dataclass
 class Weights:
-    """The weights of a model, to be loaded into a GPT."""
-    info: ModelInfo
-    tensors: dict         # the state_dict of a GPT
-    code: int | None      # checksum of the code that wrote them, or None if it is unknown
+    """The weights of a trained model, and what is known about the model."""
+    source: str                # the file, folder or hub name that the weights come from
+    model_constants: dict      # the known constants of the model's GPTConfig, except dropout
+    encoding_name: str | None  # None if it is unknown
+    tensors: dict              # the state_dict of a GPT
+    code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
 
 def read_weights(name):
     """Return the Weights from a .pt file, a run's folder, a Hugging Face folder or the hub.
@@ -1064,33 +1058,30 @@ def read_weights(name):
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
     # For edits: a constant that you have added to GPTConfig is unknown to transformers
     known = ("block_size", "n_vocab", "vocab_size", "n_layer", "n_head", "n_embd")
-    info = ModelInfo(name, {key: getattr(model.config, key) for key in known}, encoding_name)
-    return Weights(info, model.state_dict(), code=None)
+    constants = {key: getattr(model.config, key) for key in known}
+    return Weights(name, constants, encoding_name, model.state_dict())
 
 def weights_in_checkpoint(content, source):
     """Return the Weights of eval_model. content: what read_checkpoint() returned."""
-    return Weights(info_in_checkpoint(content, source), content["eval_model"], content.get("code"))
+    constants = dict(content["gpt_config"])
+    constants.pop("dropout", None)  # the same weights can be trained with and without dropout
+    return Weights(source, constants, content["encoding"], content["eval_model"],
+                   content.get("code"))
 
-def info_in_checkpoint(content, source):
-    """Return the ModelInfo of a checkpoint. content: what read_checkpoint() returned."""
-    # Each run sets dropout anew, since the same weights can be trained with and without it
-    gpt_config = {name: value for name, value in content["gpt_config"].items() if name != "dropout"}
-    return ModelInfo(source, gpt_config, content["encoding"])
-
-def gpt_config_of_run(cfg, encoding, info=None):
+def gpt_config_of_run(cfg, encoding, weights=None):
     """Return the GPTConfig of the model that a command builds.
 
-    info: the ModelInfo that determines the model. If it is None, cfg and the encoding determine it.
+    weights: the Weights that determine the model. If it is None, cfg and the encoding determine it.
     """
     # The constants that both classes have: n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
-    if info is None:
+    if weights is None:
         return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
                          vocab_size=padded(encoding.n_vocab), **in_both)
-    # Constants that the ModelInfo lacks come from cfg: dropout and, for edits, constants that did
-    # not exist when the weights were trained
-    return make_gpt_config(in_both | info.model_constants, info.source)
+    # Constants that are unknown come from cfg: dropout and, for edits, constants that did not exist
+    # when the weights were trained
+    return make_gpt_config(in_both | weights.model_constants, weights.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1106,7 +1097,7 @@ def make_gpt_config(constants, source):
 def load_pretrained(cls, source, constants):
     """Return a model of class `cls` (GPT) with the weights in `source` (see from_pretrained)."""
     weights = source if isinstance(source, Weights) else read_weights(str(source))
-    model = cls(make_gpt_config(weights.info.model_constants | constants, weights.info.source))
+    model = cls(make_gpt_config(weights.model_constants | constants, weights.source))
     load_weights(model, weights)
     return model
 
@@ -1117,12 +1108,12 @@ def load_weights(model, weights):
     """
     own = model.state_dict()
     if missing := own.keys() - weights.tensors.keys():
-        print0(f"!!! {weights.info.source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
+        print0(f"!!! {weights.source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
                "initial values that the code gives them.")
     try:
         model.load_state_dict(own | weights.tensors)
     except RuntimeError as e:  # names or shapes do not match
-        raise UserError(f"{weights.info.source} does not fit the model in train_gpt2.py "
+        raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
                         f"({first_line(e)}): use the code that the weights were made with."
                         ) from None
 
@@ -1184,11 +1175,13 @@ def resolve_config(flags, device=torch.device("cpu")):
 
     1. Config
     2. with the preset FINETUNE: max_lr and T are derived from the loaded model
-    3. the preset: SMALL for training on a text file, or FINETUNE for fine-tuning pretrained weights
-       on a text file
+    3. the preset: SMALL or FINETUNE (see choose_preset)
     4. the flags, {name: text}
-    5. the loaded model, if it determines the model of this command (see info_of_model), sets the
-       constants of the model and the encoding. A flag with a different value raises UserError
+    5. the loaded model: its constants and encoding. A flag with a different value raises UserError
+
+    The loaded model is that of `init_from` or, with --sample, that of log_dir. A run from scratch
+    has none, even when it is resumed, since check_same_training() makes sure that its constants
+    have not been changed.
 
     Finally, B is lowered if it does not divide a process's share of the batch. If max_steps depends
     on `epochs` or `minutes`, determine_max_steps() computes it once the data has been opened.
@@ -1203,20 +1196,21 @@ def resolve_config(flags, device=torch.device("cpu")):
     # make_config() converts the text of the flags. Values that are not given here come from Config
     cfg = make_config(Config, {"data": data} | preset | flags)
     weights, checkpoint = read_what_command_needs(cfg, device)
-    info = info_of_model(cfg, weights, checkpoint)
+    loaded = weights
+    if checkpoint and cfg.init_from != "scratch":
+        loaded = weights_in_checkpoint(checkpoint, cfg.log_dir)
     model_line = ""
-    if info:
-        values = constants_set_by_model(info, preset_name, flags)
-        check_flags_against_model(flags, cfg, values, info.source)
-        model_line = "\n" + describe_model(info.source, values, cfg_before=cfg)
-        cfg = replace(cfg, **values)
+    if loaded:
+        derived = derived_from_model(loaded) if preset_name == "FINETUNE" else {}
+        of_model = constants_of_model(loaded)
+        check_flags_against_model(flags, cfg, of_model, loaded.source)
+        before = cfg
+        cfg = make_config(Config, {"data": data} | derived | preset | flags | of_model)
+        model_line = "\n" + describe_model(loaded.source, before, cfg)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    encoding = get_encoding(cfg.encoding)
-    gpt_config = gpt_config_of_run(cfg, encoding, info)
-    if not cfg.sample:
-        check_model_fits(cfg, gpt_config, encoding)
+    gpt_config = gpt_config_of_run(cfg, get_encoding(cfg.encoding), loaded)
     text = f"{note}{describe_preset(preset_name, cfg)}{model_line}"
     return cfg, Origin(gpt_config, weights, checkpoint), text
 
@@ -1232,7 +1226,11 @@ def choose_data(flags):
         "To train GPT-2 (124M), run python fineweb.py, and then this command again.\n\n")
 
 def choose_preset(data, flags):
-    """Return the name of the preset, or "" for training on shards, which has none."""
+    """Return the name of the preset.
+
+    It is SMALL for training on a text file, FINETUNE for fine-tuning pretrained weights on a text
+    file, and "" for training on shards, which has no preset.
+    """
     if not is_text(data):
         return ""
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
@@ -1255,57 +1253,43 @@ def read_what_command_needs(cfg, device):
 
     Raise UserError if they cannot be read.
     """
-    without_init_from = cfg.init_from == "scratch"
+    from_scratch = cfg.init_from == "scratch"
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
     if cfg.sample:
-        if without_init_from and not find_checkpoints(cfg.log_dir):
+        if from_scratch and not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
                             "or set --init_from.")
-        return read_weights(cfg.log_dir if without_init_from else cfg.init_from), None
+        return read_weights(cfg.log_dir if from_scratch else cfg.init_from), None
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if checkpoint is None and not without_init_from:
+    if checkpoint is None and not from_scratch:
         return read_weights(cfg.init_from), None
     return None, checkpoint
 
-def info_of_model(cfg, weights, checkpoint):
-    """Return the ModelInfo that determines the model, or None if Config determines it.
+def derived_from_model(weights):
+    """Return good values for fine-tuning a model, as {name: value} of constants in Config."""
+    # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this max_lr
+    # is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
+    return {"max_lr": 0.1 / weights.model_constants["n_embd"],
+            "T": min(1024, 2 ** int(math.log2(weights.model_constants["block_size"])))}
 
-    Config determines the model of a run from scratch, even when the run is resumed.
-    (check_same_training() makes sure that Config has not been changed.)
-    """
-    if weights:
-        return weights.info
-    if checkpoint and cfg.init_from != "scratch":
-        return info_in_checkpoint(checkpoint, cfg.log_dir)
-    return None
+def constants_of_model(weights):
+    """Return the constants of a model that are also in Config, and its encoding, if it is known.
 
-def constants_set_by_model(info, preset_name, flags):
-    """Return {name: value} of the constants in Config that a ModelInfo determines.
-
-    These are the constants that are both in Config and in the ModelInfo, and the encoding if it is
-    known. T is not included, since rows may be shorter than block_size (check_model_fits() checks
-    this). But with the preset FINETUNE, T and max_lr are derived from the model, unless a flag or
-    an entry that was added to FINETUNE sets them.
+    Config's T is not among them, since rows may be shorter than the model's block_size.
     """
     names = asdict(Config()).keys()
-    values = {name: value for name, value in info.model_constants.items() if name in names}
-    if info.encoding_name:
-        values["encoding"] = info.encoding_name
-    if preset_name == "FINETUNE":
-        # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
-        # max_lr is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
-        derived = {"max_lr": 0.1 / info.model_constants["n_embd"],
-                   "T": min(1024, 2 ** int(math.log2(info.model_constants["block_size"])))}
-        values |= {name: value for name, value in derived.items()
-                   if name not in FINETUNE and name not in flags}
+    values = {name: value for name, value in weights.model_constants.items() if name in names}
+    if weights.encoding_name:
+        values["encoding"] = weights.encoding_name
     return values
 
 def check_flags_against_model(flags, cfg, values, source):
-    """Raise UserError for a flag that contradicts a value that constants_set_by_model() returned.
+    """Raise UserError for a flag that contradicts a constant of the loaded model.
 
-    cfg: the Config with the values of the flags. source: where the weights came from.
+    cfg: the Config with the values of the flags. values: what constants_of_model() returned.
+    source: where the weights came from.
     """
     for name in flags.keys() & values.keys():
         if getattr(cfg, name) != values[name]:
@@ -1320,14 +1304,14 @@ def describe_preset(preset_name, cfg):
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
 
-def describe_model(source, values, cfg_before):
+def describe_model(source, before, after):
     """Return a line about loaded weights: their source, and the constants that they change.
 
-    values: what constants_set_by_model() returned. cfg_before: the Config without these values.
+    before, after: the Config without and with these changes.
     """
-    before = asdict(cfg_before)
-    changed = [f"{name}={value!r} (not {before[name]!r})" for name, value in values.items()
-               if value != before[name]]
+    before, after = asdict(before), asdict(after)
+    changed = [f"{name}={after[name]!r} (not {before[name]!r})" for name in after
+               if after[name] != before[name]]
     return f"weights   {source} sets {', '.join(changed) or 'no constant'}"
 
 def check_config(cfg):
@@ -1362,16 +1346,6 @@ def fitting_B(cfg):
     """Return the largest B, at most cfg.B, that evenly divides a process's share of a batch."""
     rows = max(1, rows_of_step(cfg, 0) // world_size())
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
-
-def check_model_fits(cfg, gpt_config, encoding):
-    """Raise UserError if a model that was loaded does not fit the encoding and T.
-
-    A model that Config determines always fits.
-    """
-    if gpt_config.n_vocab != encoding.n_vocab or cfg.T > gpt_config.block_size:
-        raise UserError(f"The model in init_from={cfg.init_from} has {gpt_config.n_vocab} tokens "
-                        f"and a context of {gpt_config.block_size}, but encoding={cfg.encoding} "
-                        f"has {encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
 
 # ---- Processes and the machine. torchrun starts one process per GPU and gives each a number, its
 # rank. For device, dtype and compile, "auto" selects a fast choice for this machine. If a GPU
@@ -2099,6 +2073,7 @@ def set_up(cfg, origin, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     checkpoint = origin.checkpoint
+    check_model_fits(cfg, origin.gpt_config)
     loaders = open_data(cfg, get_encoding(cfg.encoding))
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
     cfg = replace(cfg, max_steps=determine_max_steps(cfg, origin, device, loaders))
@@ -2112,6 +2087,17 @@ def set_up(cfg, origin, device):
     lines = [description(run, checkpoint), *(f"!!! {warning}" for warning in warnings)]
     print0("\n".join(lines))
     return run
+
+def check_model_fits(cfg, gpt_config):
+    """Raise UserError if a model that was loaded does not fit the encoding and T.
+
+    A model that Config determines always fits.
+    """
+    encoding = get_encoding(cfg.encoding)
+    if gpt_config.n_vocab != encoding.n_vocab or cfg.T > gpt_config.block_size:
+        raise UserError(f"The model in init_from={cfg.init_from} has {gpt_config.n_vocab} tokens "
+                        f"and a context of {gpt_config.block_size}, but encoding={cfg.encoding} "
+                        f"has {encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
 
 def determine_max_steps(cfg, origin, device, loaders):
     """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
@@ -2477,7 +2463,7 @@ def sample_only(cfg, origin, device):
     encoding, weights = get_encoding(cfg.encoding), origin.weights
     model = build_model(cfg, origin.gpt_config).to(device)
     load_weights(model, weights)
-    print0(f"Samples from {weights.info.source}:")
+    print0(f"Samples from {weights.source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 
@@ -2576,7 +2562,7 @@ def export(run):
         model = build_model(run.cfg, run.state.raw_model.config)
         load_weights(model, weights)
         save_hugging_face(model, path / "hf", run.encoding)
-        print0(f"exported {weights.info.source} to {path / 'hf'}/, for transformers and "
+        print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and "
                "hellaswag.py")
     except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {first_line(e)}.")

@@ -206,7 +206,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
     weights = t.weights_in_checkpoint(saved, "saved")
-    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights.info)
+    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights)
     model = t.build_model(cfg, gpt_config)
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
@@ -447,8 +447,8 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     names = [field for field in dataclasses.fields(t.GPTConfig) if field.name != "dropout"]
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
-    info = t.ModelInfo("x", {"n_layer": 2}, "bytes")
-    assert t.gpt_config_of_run(t.Config(), t.get_encoding("bytes"), info).n_layer == 2
+    weights = t.Weights("x", {"n_layer": 2}, "bytes", {})
+    assert t.gpt_config_of_run(t.Config(), t.get_encoding("bytes"), weights).n_layer == 2
 
 def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     """A flag that is written differently, but has the same value, does not contradict weights."""
@@ -463,7 +463,7 @@ def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     # transformers' GPT-2 lacks the constant, so the model has GPTConfig's default
     monkeypatch.setattr(t, "load_hugging_face", lambda name: t.GPT(t.GPTConfig(**known)))
     of_transformers = t.read_weights("w")
-    of_checkpoint = t.Weights(t.ModelInfo("w", known | {"width": 30.0}, "bytes"), {}, code=None)
+    of_checkpoint = t.Weights("w", known | {"width": 30.0}, "bytes", {})
     for weights in (of_transformers, of_checkpoint):
         monkeypatch.setattr(t, "read_weights", lambda name: weights)
         cfg, origin, _ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
@@ -592,7 +592,7 @@ def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
 def test_weights_with_a_constant_that_the_code_lacks_are_refused(finished):
     """The message names the constant that GPTConfig lacks."""
     weights = t.read_weights(str(finished / LAST))
-    weights.info.model_constants["width"] = 5
+    weights.model_constants["width"] = 5
     with pytest.raises(t.UserError, match="was made with the constant width, which GPTConfig in"):
         t.GPT.from_pretrained(weights)
 

@@ -70,7 +70,7 @@ def ending_losses(model, questions, encode=encode):
     sums = torch.empty(len(questions) * 4, dtype=torch.float64)
     for numbers, *rows in prepared.batches:
         sums[numbers] = hellaswag.ending_losses(model, *rows)
-    return sums.view(-1, 4), prepared.lengths
+    return sums.view(-1, 4), prepared.n_tokens
 
 def assert_same(model, questions, logits, encode=encode):
     """Assert that losses per token equal those of a plain loop, and that the score follows."""

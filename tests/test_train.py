@@ -88,15 +88,15 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     The weights determine the model's shape and encoding. A flag that contradicts them is refused.
     """
     decided = dict(n_layer=2, n_head=3, n_embd=12, block_size=100, n_vocab=257)
-    weights = t.Weights(t.ModelInfo("weights", decided, "bytes"), {}, code=None)
+    weights = t.Weights("weights", decided, "bytes", {})
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
     cfg, origin, lines = t.resolve_config(given)
     assert origin.weights is weights and origin.checkpoint is None
     gpt_config = origin.gpt_config
     assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
-    assert "FINETUNE" in lines and "T=64 (not 1024)" in lines
-    assert "weights   weights sets n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
+    assert "FINETUNE" in lines and "weights   weights sets encoding='bytes' (not 'gpt2')" in lines
+    assert "T=64 (not 1024), n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
     expected = t.FINETUNE | given | dict(n_layer=2, n_head=3, n_embd=12, T=64, encoding="bytes",
                                          dropout=0.1, max_lr=0.1 / 12)
     assert cfg == dataclasses.replace(t.Config(), **expected)
