@@ -687,7 +687,7 @@ class Check:
         verdict = self.compare_val(cross_entropy, "the cross-entropy", self.noise(self.base))
         term = self.base.report.get("training_term")
         if verdict == holds() and term and abs(term) > 1e-4:
-            return holds(f"in training mode, the loss of two rows differs from it by {term:+.4f}")
+            return holds(f"at the end, the loss in training mode differs from it by {term:+.4f}")
         return verdict
 
     def committed(self):

@@ -317,6 +317,7 @@ class Watched:
             *noted(notes_about_shifts, report["shifted"]),
             *noted(notes_about_new_targets, *report["new_targets"]),
             *noted(notes_about_ids, run.encoding, *report["ids"]),
+            *noted(notes_about_forward, t, run),
             *noted(notes_about_positions, t, run),
             *noted(notes_about_auxiliary_gradients, run, self.nonzero),
             *noted(notes_about_near_copies, t, run)]
@@ -998,6 +999,19 @@ def notes_about_ids(encoding, inputs, targets):
             f"{inputs[never[0]]} times in the inputs of the first steps, but never as a target, so "
             "the model does not learn to predict it. If targets are masked, check which ones "
             f"({len(never)} such tokens)."]
+
+def notes_about_forward(t, run):
+    """Return a note if a forward pass of a new model in eval mode changes its parameters."""
+    model = t.build_model(run.cfg, run.state.raw_model.config).to(run.device)
+    before = {name: crc_of(p) for name, p in model.named_parameters()}
+    with torch.no_grad():
+        model(run.val_loader.batch(0, 1, run.device)[0])
+    changed = [name for name, p in model.named_parameters() if crc_of(p) != before[name]]
+    if not changed:
+        return []
+    return [f"a forward pass changes parameters, even in eval mode: {changed[0]} ({len(changed)} in "
+            "all). Perhaps it writes to p.data, for example rounded values. Only optimizers should "
+            "change parameters, so use a changed copy in the forward pass."]
 
 def notes_about_near_copies(t, run):
     """Return a note if training data contains validation text, apart from case and spaces.

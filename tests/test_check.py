@@ -924,6 +924,23 @@ def test_validation_sets_are_those_that_are_read():
     assert script.validation_loss(0, two) == 4 and found == [two]
     assert script.validation_loss(0, two) == 4 and found == [two]
 
+def test_parameters_that_a_forward_pass_changes_are_noted():
+    """In quantization-aware training, the rounded values must not replace the weights."""
+    def new_model(*_, edited=False):
+        model = one_layer()
+        if edited:
+            layer = model.transformer.h[0].mlp.c_fc
+            layer.register_forward_pre_hook(lambda *_: layer.weight.data.round_(decimals=2))
+        return model
+    run = types.SimpleNamespace(
+        cfg=None, device=torch.device("cpu"), state=types.SimpleNamespace(raw_model=one_layer()),
+        val_loader=mock.Mock(batch=lambda *_: (torch.zeros(1, 16, dtype=torch.long), None)))
+    script = types.SimpleNamespace(build_model=new_model)
+    assert check_run.notes_about_forward(script, run) == []
+    script.build_model = lambda *_: new_model(edited=True)
+    note, = check_run.notes_about_forward(script, run)
+    assert "eval mode: transformer.h.0.mlp.c_fc.weight (1 in all)" in note
+
 @torch.no_grad()
 def test_a_term_that_training_adds_to_the_loss_is_measured_with_its_sign():
     """A researcher can see from the sign whether training minimizes or maximizes the term."""
