@@ -1009,8 +1009,8 @@ def notes_about_forward(t, run):
     changed = [name for name, p in model.named_parameters() if crc_of(p) != before[name]]
     if not changed:
         return []
-    return [f"a forward pass changes parameters, even in eval mode: {changed[0]} ({len(changed)} in "
-            "all). Perhaps it writes to p.data, for example rounded values. Only optimizers should "
+    return [f"a forward pass changes parameters, even in eval mode: {changed[0]} ({len(changed)} "
+            "in all). Perhaps it writes to p.data, for example rounded values. Only optimizers should "
             "change parameters, so use a changed copy in the forward pass."]
 
 def notes_about_near_copies(t, run):

@@ -926,11 +926,14 @@ def test_validation_sets_are_those_that_are_read():
 
 def test_parameters_that_a_forward_pass_changes_are_noted():
     """In quantization-aware training, the rounded values must not replace the weights."""
+    def rounded(weight):
+        weight.round_(decimals=2)
+
     def new_model(*_, edited=False):
         model = one_layer()
         if edited:
             layer = model.transformer.h[0].mlp.c_fc
-            layer.register_forward_pre_hook(lambda *_: layer.weight.data.round_(decimals=2))
+            layer.register_forward_pre_hook(lambda *_: rounded(layer.weight.data))
         return model
     run = types.SimpleNamespace(
         cfg=None, device=torch.device("cpu"), state=types.SimpleNamespace(raw_model=one_layer()),
