@@ -1010,8 +1010,8 @@ def notes_about_forward(t, run):
     if not changed:
         return []
     return [f"a forward pass changes parameters, even in eval mode: {changed[0]} ({len(changed)} "
-            "in all). Perhaps it writes to p.data, for example rounded values. Only optimizers should "
-            "change parameters, so use a changed copy in the forward pass."]
+            "in all). Perhaps it writes to p.data, for example rounded values. Only optimizers "
+            "should change parameters, so use a changed copy in the forward pass."]
 
 def notes_about_near_copies(t, run):
     """Return a note if training data contains validation text, apart from case and spaces.
