@@ -343,9 +343,10 @@ class GPT(nn.Module):
         source: gpt2 ... gpt2-xl, a Hugging Face folder, a run's folder, a .pt file, or what
         read_weights() returns for one of these.
 
-        constants: constants of GPTConfig that replace those stored with the weights, for example
-        dropout=0.1. Parameters missing from the weights keep their initial values. Raise UserError
-        if the weights cannot be read or do not fit the model.
+        constants: constants of GPTConfig that replace those stored with the weights. The dropout
+        with which the weights were trained is not kept: give dropout=0.1, for example. Parameters
+        missing from the weights keep their initial values. Raise UserError if the weights cannot be
+        read or do not fit the model.
         """
         return load_pretrained(cls, source, constants)  # in part two
 
@@ -599,7 +600,7 @@ class State:
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When it is called, the model has its initial weights or, in a
     new run with init_from, the pretrained ones. In a resumed run, the checkpoint then replaces the
-    weights and all attributes.
+    weights and the attributes.
 
     raw_model is the GPT without the DDP wrapper. raw_model.compile() compiles it in place, so
     raw_model(idx) then runs the compiled code.
@@ -869,7 +870,7 @@ def checkpoint_to_use(folder):
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
     if losses and losses[max(losses)] > min(losses.values()):
         best_step = min(losses, key=losses.get)
-        paths.insert(0, found[best_step])  # try this one first
+        paths.sort(key=lambda path: path != found[best_step])  # try this one first
     return first_undamaged(paths, folder)
 
 def first_undamaged(paths, folder):
@@ -1148,9 +1149,10 @@ class Origin:
     Commands with --sample and new runs with init_from have weights, and resumed runs have a
     checkpoint. A new run from scratch has neither.
     """
-    gpt_config: GPTConfig
-    weights: Weights | None = None
-    checkpoint: dict | None = None   # as returned by read_checkpoint()
+    weights: Weights | None = None      # to load into the model
+    checkpoint: dict | None = None      # to resume the run from, as returned by read_checkpoint()
+    # The Weights whose model_constants the model gets. None if it gets those in Config
+    model_source: Weights | None = None
 
 def run_command(flags):
     """Train, or print samples. flags: {name: text} of the flags that were given."""
@@ -1179,9 +1181,9 @@ def resolve_config(flags, device=torch.device("cpu")):
     4. the flags, {name: text}
     5. the loaded model: its constants and encoding. A flag with a different value raises UserError
 
-    The loaded model is that of `init_from` or, with --sample, that of log_dir. A run from scratch
-    has none, even when it is resumed, since check_same_training() makes sure that its constants
-    have not been changed.
+    The loaded model comes from `init_from` and, when the run is resumed, from the checkpoint in
+    log_dir. A run from scratch has none, even when it is resumed, since check_same_training() makes
+    sure that its constants have not been changed. With --sample alone, it comes from log_dir.
 
     Finally, B is lowered if it does not divide a process's share of the batch. If max_steps depends
     on `epochs` or `minutes`, determine_max_steps() computes it once the data has been opened.
@@ -1210,9 +1212,8 @@ def resolve_config(flags, device=torch.device("cpu")):
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    gpt_config = gpt_config_of_run(cfg, get_encoding(cfg.encoding), loaded)
     text = f"{note}{describe_preset(preset_name, cfg)}{model_line}"
-    return cfg, Origin(gpt_config, weights, checkpoint), text
+    return cfg, Origin(weights, checkpoint, model_source=loaded), text
 
 def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
@@ -1721,8 +1722,10 @@ def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
-    set to its saved value.
+    set to its saved value. Raise ValueError if the objects and tensors in State are not the same as
+    those in `saved`.
     """
+    check_same_attributes(state, saved)
     device = next(state.raw_model.parameters()).device
     for name, content in saved.items():
         value = getattr(state, name, None)  # For edits: train_step() may create attributes
@@ -2072,9 +2075,10 @@ def set_up(cfg, origin, device):
 
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
-    checkpoint = origin.checkpoint
-    check_model_fits(cfg, origin.gpt_config)
-    loaders = open_data(cfg, get_encoding(cfg.encoding))
+    checkpoint, encoding = origin.checkpoint, get_encoding(cfg.encoding)
+    if origin.model_source:
+        check_model_fits(origin.model_source, cfg, encoding)
+    loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
     cfg = replace(cfg, max_steps=determine_max_steps(cfg, origin, device, loaders))
     if checkpoint:
@@ -2088,16 +2092,13 @@ def set_up(cfg, origin, device):
     print0("\n".join(lines))
     return run
 
-def check_model_fits(cfg, gpt_config):
-    """Raise UserError if a model that was loaded does not fit the encoding and T.
-
-    A model that Config determines always fits.
-    """
-    encoding = get_encoding(cfg.encoding)
-    if gpt_config.n_vocab != encoding.n_vocab or cfg.T > gpt_config.block_size:
-        raise UserError(f"The model in init_from={cfg.init_from} has {gpt_config.n_vocab} tokens "
-                        f"and a context of {gpt_config.block_size}, but encoding={cfg.encoding} "
-                        f"has {encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
+def check_model_fits(weights, cfg, encoding):
+    """Raise UserError if a loaded model has the wrong vocabulary or too short a context."""
+    n_vocab, block_size = weights.model_constants["n_vocab"], weights.model_constants["block_size"]
+    if n_vocab != encoding.n_vocab or cfg.T > block_size:
+        raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
+                        f"context of {block_size}, but encoding={cfg.encoding} has "
+                        f"{encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
 
 def determine_max_steps(cfg, origin, device, loaders):
     """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
@@ -2161,7 +2162,8 @@ def build_run(cfg, origin, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, origin.gpt_config).to(device)
+    gpt_config = gpt_config_of_run(cfg, encoding, origin.model_source)
+    raw_model = build_model(cfg, gpt_config).to(device)
     if origin.weights:
         load_weights(raw_model, origin.weights)
     state = build_state(raw_model, cfg, dtype)
@@ -2197,7 +2199,6 @@ def restore_checkpoint(state, checkpoint, log_dir):
     checkpoint: what read_checkpoint() returned. Raise UserError if it does not fit the code.
     """
     try:
-        check_same_attributes(state, checkpoint["state"])
         state.load_state_dict(checkpoint["state"])
     except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
         raise UserError(f"The run in {log_dir}/ does not fit train_gpt2.py ({first_line(e)}): undo "
@@ -2461,7 +2462,7 @@ def print_sample(run):
 def sample_only(cfg, origin, device):
     """Print cfg.sample samples from the weights in `origin`, computed in float32."""
     encoding, weights = get_encoding(cfg.encoding), origin.weights
-    model = build_model(cfg, origin.gpt_config).to(device)
+    model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights)).to(device)
     load_weights(model, weights)
     print0(f"Samples from {weights.source}:")
     for i in range(cfg.sample):

@@ -248,7 +248,7 @@ def training_run(**constants):
     cfg = t.Config(**dict(data=".", hellaswag_every=0, device=DEVICE) | constants)
     t.check_config(cfg)
     cfg = dataclasses.replace(cfg, B=t.fitting_B(cfg))
-    origin = t.Origin(t.gpt_config_of_run(cfg, t.get_encoding(cfg.encoding)))
+    origin = t.Origin()
     run = t.set_up(cfg, origin, t.set_up_device(cfg.device))
     with run.folder.executor:  # its end waits for a save in progress
         yield run

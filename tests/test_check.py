@@ -917,12 +917,17 @@ def test_two_metrics_with_the_same_values_are_noted():
 
 def test_validation_sets_are_those_that_are_read():
     """An edited validation_loss() may return what it has kept, without reading the given loader."""
-    script = types.SimpleNamespace(validation_loss=lambda run, loader: run or loader.batch(0))
+    class Loader:
+        shards = ()
+        def read(self):
+            return 4
+    script = types.SimpleNamespace(DataLoaderLite=Loader,
+                                   validation_loss=lambda run, loader: run or loader.read())
     found = check_run.watch_validation(script)
-    one, two = (mock.Mock(shards=[], batch=mock.Mock(return_value=n)) for n in (3, 4))
+    one, two, other = Loader(), Loader(), types.SimpleNamespace(shards=(), read=lambda: 5)
     assert script.validation_loss(2, loader=one) == 2 and found == []
-    assert script.validation_loss(0, two) == 4 and found == [two]
-    assert script.validation_loss(0, two) == 4 and found == [two]
+    assert script.validation_loss(0, two) == script.validation_loss(0, two) == 4 and found == [two]
+    assert script.validation_loss(0, other) == 5 and found == [two, other]
 
 def test_parameters_that_a_forward_pass_changes_are_noted():
     """In quantization-aware training, the rounded values must not replace the weights."""

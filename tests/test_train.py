@@ -76,8 +76,7 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     save_shards(tmp_path / "shards")
     cfg, origin, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
     assert cfg == t.Config(data="shards", encoding="bytes", n_layer=5, seed=7)
-    assert origin.weights is None and origin.checkpoint is None
-    assert origin.gpt_config == t.gpt_config_of_run(cfg, t.get_encoding("bytes"))
+    assert origin == t.Origin()
     assert "Config" in lines and "SMALL" not in lines
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
@@ -88,12 +87,14 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     The weights determine the model's shape and encoding. A flag that contradicts them is refused.
     """
     decided = dict(n_layer=2, n_head=3, n_embd=12, block_size=100, n_vocab=257)
-    weights = t.Weights("weights", decided, "bytes", {})
+    # Whether the weights were trained with dropout does not matter
+    content = {"gpt_config": decided | {"dropout": 0.0}, "encoding": "bytes", "eval_model": {}}
+    weights = t.weights_in_checkpoint(content, "weights")
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
     cfg, origin, lines = t.resolve_config(given)
-    assert origin.weights is weights and origin.checkpoint is None
-    gpt_config = origin.gpt_config
+    assert origin.weights is origin.model_source is weights and origin.checkpoint is None
+    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights)
     assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
     assert "FINETUNE" in lines and "weights   weights sets encoding='bytes' (not 'gpt2')" in lines
     assert "T=64 (not 1024), n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
@@ -105,6 +106,10 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     with pytest.raises(t.UserError, match="n_embd is 12 in the weights weights: leave out --n_e"):
         t.resolve_config(given | {"n_embd": "24"})
     assert t.resolve_config(given | {"n_embd": "12"})[0].n_embd == 12  # not a contradiction
+    for name, value in (("max_lr", 0.5), ("T", 16)):  # added to FINETUNE
+        monkeypatch.setitem(t.FINETUNE, name, value)
+    cfg, *_ = t.resolve_config(given)
+    assert (cfg.max_lr, cfg.T) == (0.5, 16)
 
 def test_the_losses_are_those_of_a_plain_loop(folder):
     """The losses equal those of a short loop over the same rows with the same model and AdamW.
