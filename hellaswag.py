@@ -51,9 +51,9 @@ class Prepared(NamedTuple):
 
 class Score(NamedTuple):
     """The result of evaluate()."""
-    acc: float       # fraction of questions whose correct ending has the lowest sum of losses
-    acc_norm: float  # fraction of questions whose correct ending has the lowest mean loss per token
-    total: int       # number of questions
+    acc: float        # fraction of questions whose correct ending has the lowest sum of losses
+    acc_norm: float   # the same with the lowest mean loss per token
+    total: int        # number of questions
     n_truncated: int  # number of questions whose context was truncated to fit
 
 # ----------------------------------------------------------------------------------- questions
@@ -181,7 +181,7 @@ def prepare(examples, model, encode=gpt2_encode):
     model's device determines the size of the batches.
     """
     config = getattr(model, "config", None)
-    # transformers' GPT-2 calls it n_positions, but max_position_embeddings is an alias
+    # In transformers, block_size is max_position_embeddings, for GPT-2 an alias of n_positions
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
     rows, labels, n_tokens, n_truncated = [], [], [], 0
     for example in examples:

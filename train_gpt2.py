@@ -1181,9 +1181,10 @@ def resolve_config(flags, device=torch.device("cpu")):
     4. the flags, {name: text}
     5. the loaded model: its constants and encoding. A flag with a different value raises UserError
 
-    The loaded model comes from `init_from` and, when the run is resumed, from the checkpoint in
-    log_dir. A run from scratch has none, even when it is resumed, since check_same_training() makes
-    sure that its constants have not been changed. With --sample alone, it comes from log_dir.
+    The loaded model comes from `init_from` or, when such a run is resumed, from its checkpoint. A
+    run from scratch has no loaded model, even when it is resumed, since check_same_training() makes
+    sure that its constants have not been changed. --sample without `init_from` loads the model in
+    log_dir.
 
     Finally, B is lowered if it does not divide a process's share of the batch. If max_steps depends
     on `epochs` or `minutes`, determine_max_steps() computes it once the data has been opened.
@@ -1250,7 +1251,7 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def read_what_command_needs(cfg, device):
-    """Return the Weights and the checkpoint that a command needs. One of them or both are None.
+    """Return the Weights and the checkpoint that a command needs. At least one of them is None.
 
     Raise UserError if they cannot be read.
     """
