@@ -805,13 +805,35 @@ class Check:
 
     def check_begin(self):
         mine, theirs = self.base.report["initial"], self.committed().report["initial"]
-        differ = [name for name, (shape, crc) in mine.items()
-                  if name in theirs and theirs[name][0] == shape and theirs[name][1] != crc]
+        remarks, differ = [], []
+        if new := len(mine.keys() - theirs.keys()):
+            remarks.append(f"{new} of {len(mine)} have new names and are not compared")
+        for name, (shape, crc, values) in mine.items():
+            if name in theirs and theirs[name][0] == shape and theirs[name][1] != crc:
+                if words := in_words_how_set(theirs[name][2], values):
+                    remarks.append(f"{name} {words}")
+                else:
+                    differ.append(name)
         if not differ:
-            new = len(mine.keys() - theirs.keys())
-            return holds(f"{new} of {len(mine)} have new names and are not compared" if new else "")
+            return holds(", ".join(remarks[:4]) + (", ..." if remarks[4:] else ""))
         return broken(f"{len(differ)} of {len(mine)} parameters differ",
                       "They are " + ", ".join(differ[:6]) + (", ..." if differ[6:] else "."))
+
+def in_words_how_set(before, now):
+    """Return how an edit has scaled a parameter, or to which value it has set it, or "".
+
+    before, now: some_values() of its initial values without and with the edit.
+    """
+    if len(now) == 1:
+        return f"is {now[0] + 0.0:g} everywhere"  # 0.0 turns -0 into 0
+    pairs = list(zip(before, now))
+    old, new = max(pairs, key=lambda pair: abs(pair[0]))
+    factor = new / old if old else 1.0
+    # Less than eight values could have a common factor by chance
+    scaled = len(pairs) == 8 and all(math.isclose(b, factor * a, rel_tol=1e-3) for a, b in pairs)
+    if scaled and not math.isclose(factor, 1.0, rel_tol=1e-3):
+        return f"begins with {factor:.3g} times its values"
+    return ""
 
 def notes_about_constants(log):
     """Return notes on metrics in a log that have the same value in all steps."""

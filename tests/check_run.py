@@ -79,7 +79,7 @@ def train_and_report(t, train, run, job):
     report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step,
               "B_is_free": "B" in t.FREE_TO_CHANGE,
               "eval_every_is_free": "eval_every" in t.FREE_TO_CHANGE}
-    report["initial"] = {name: (list(p.shape), crc_of(p))
+    report["initial"] = {name: (list(p.shape), crc_of(p), some_values(p))
                          for name, p in run.state.raw_model.named_parameters()}
     rows = watch_forward_passes(run, report)
     watched = Watched(t, run) if "examine" in job else None
@@ -692,7 +692,7 @@ def changed_names(loop):
 def notes_about_parameters(state, initial, with_gradient):
     """Return notes on parameters that no optimizer has, or that got no gradient.
 
-    initial: {name: (shape, checksum)} before training. with_gradient: the names of the parameters
+    initial: {name: (shape, checksum, ...)} before training. with_gradient: names of the parameters
     that have got a gradient.
     """
     notes, unused, decayed, left_out = [], [], [], []
@@ -1350,8 +1350,9 @@ def notes_about_dimensions(model, x, y):
     return list(watch.found) + noted(notes_about_second_targets, watch.targets, y)
 
 def sums_of(logits):
-    """Return numbers that are the same for logits in another shape or order."""
+    """Return numbers that are the same for logits in another shape or order, or with padding."""
     logits = logits.detach().double()
+    logits = logits[logits.isfinite()]  # those of the padding are -inf
     return logits.numel(), f"{logits.sum():.6e}", f"{logits.square().sum():.6e}"
 
 def notes_about_second_targets(targets, y):
@@ -1657,6 +1658,13 @@ def crc_of(tensor):
     """Return a checksum of a tensor's bytes."""
     flat = tensor.detach().cpu().contiguous().flatten()
     return zlib.crc32(flat.view(torch.uint8).numpy()) if flat.numel() else 0
+
+def some_values(tensor):
+    """Return up to eight values of a tensor, spread over it, or only one if all are equal."""
+    flat = tensor.detach().flatten().float()
+    if not flat.numel() or (flat == flat[0]).all():
+        return flat[:1].tolist()
+    return flat[::math.ceil(flat.numel() / 8)].tolist()
 
 if __name__ == "__main__":
     be_a_run(json.loads(sys.argv[1]))

@@ -772,6 +772,19 @@ def test_masked_targets_and_gradient_noise_do_not_depend_on_b_and_processes(fold
     assert statuses == [0, 0], [run.err for run in runs]
     assert_close_logs(one.log_dir, runs[0].log_dir)
 
+def smoothed_labels(arrange, n_columns):
+    """Smooth the labels in the loss over the first n_columns columns of the logits."""
+    def cross_entropy(logits, *args, **how):
+        return real(logits[:, :n_columns], *args, label_smoothing=0.1, **how)
+    real, arrange.t.F.cross_entropy = arrange.t.F.cross_entropy, cross_entropy
+
+def test_a_loss_that_includes_the_padding_is_reported(folder):
+    """Label smoothing over all columns stops in the first step. Over the vocabulary, it trains."""
+    run = Forked(folder / "smoothed", arrange={smoothed_labels: None})
+    assert run.wait() == 1
+    assert "Step 0 has loss inf" in run.err and "the padding's logits, which are -inf" in run.err
+    succeed(Forked(folder / "smoothed 2", arrange={smoothed_labels: 257}))
+
 def test_a_loss_that_is_not_the_cross_entropy_is_reported(monkeypatch, tmp_path):
     """A warning says that val is not the cross-entropy, unless only training adds the term.
 

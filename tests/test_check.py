@@ -263,7 +263,7 @@ def finished(log, path, tensors, **report):
         "later_in_training": None, "cross_entropy": 4.0, "drawn": [1], "tokens": 512,
         "draws_without_grad": False, "seeds": False, "embedded": 512, "state_differs": [],
         "in_both": BOTH, "val_data": [[16], [1]],
-        "initial": {"w": [[2], 7]}, "trained": {"w": zlib.crc32(str(log).encode())},
+        "initial": {"w": [[2], 7, [1.0, 2.0]]}, "trained": {"w": zlib.crc32(str(log).encode())},
         "B_is_free": True, "eval_every_is_free": True, "constants": {"B": 4}} | report)
 
 def stub_check(folder, no_committed="no git", **runs):
@@ -312,7 +312,7 @@ def verdicts(folder, no_committed="no git", **runs):
     ("loss", dict(base=({}, dict(cross_entropy=3.9))), "3.900000"),
     ("loss", dict(committed=({}, dict(val_data=[[16], [2]]))), "other inputs or targets"),
     ("effect", dict(), "no effect on training"),
-    ("begin", dict(committed=({}, dict(initial={"w": [[2], 8]}))), "They are w."),
+    ("begin", dict(committed=({}, dict(initial={"w": [[2], 8, [1.0, 3.0]]}))), "They are w."),
 ])
 def test_each_broken_promise_is_reported_alone(tmp_path, promise, runs, text):
     """What breaks one promise leaves the others, and the verdict says what differs."""
@@ -324,6 +324,23 @@ def test_each_broken_promise_is_reported_alone(tmp_path, promise, runs, text):
     assert text in printed
     # The likely cause is left out if the text already contains the real one
     assert (check.PROMISES[promise][1][:40] in printed) != (text == "other inputs or targets")
+
+@pytest.mark.parametrize("change, words", [
+    (lambda w: w * 0, "is 0 everywhere"), (lambda w: w * 0.1, "begins with 0.1 times its values"),
+    (lambda w: w + 1, ""), (lambda w: torch.cat((w[1:], w[:1])), ""),
+    (lambda w: w.masked_fill(torch.arange(30) == 29, 5.0), ""), (lambda w: w.roll(10), "")])
+def test_scaled_and_constant_initial_values_are_told_from_new_draws(change, words):
+    w = torch.randn(30, generator=torch.Generator().manual_seed(0))
+    before, now = check_run.some_values(w), check_run.some_values(change(w))
+    assert check.in_words_how_set(before, now) == words
+
+def test_an_edit_that_sets_initial_weights_is_described(tmp_path):
+    """Zero initialization is not reported as broken."""
+    initial = {"w": [[2], 8, [1.0, 3.0]], "x": [[1], 1, [1.0]]}
+    base = ({}, dict(initial={"w": [[2], 7, [0.0]], "x": [[1], 1, [1.0]], "new": [[1], 1, [1.0]]}))
+    found = verdicts(tmp_path, no_committed="", base=base, committed=({}, dict(initial=initial)))
+    assert found["begin"] == check.holds("1 of 3 have new names and are not compared, w is 0 "
+                                         "everywhere")
 
 def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
     """An edit that only adds a metric, or only changes samples, has an effect. A metric that
