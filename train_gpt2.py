@@ -770,8 +770,7 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (Steps from
-            # which the run can already be resumed are not saved: see RunFolder.can_resume_at)
+            # Save before evaluating, so that no steps are lost if the evaluation fails
             check_weights(run)
             run.folder.save_in_background(state)
         if due(cfg.eval_every, run):
@@ -1910,7 +1909,9 @@ class RunFolder:
         self.executor = ThreadPoolExecutor(max_workers=1)
         self.last_save = None     # Future of the latest save, kept after it has finished
         self.last_plot = None     # Future of the latest plot
-        self.saved_step = None    # the step of the newest checkpoint
+        # The step from which the run can be resumed: that of the newest checkpoint, or 0 if the
+        # model is new, since the seed then determines its weights
+        self.resumable_step = 0 if cfg.init_from == "scratch" else None
         self.host_buffers = {}    # host memory of the latest save, reused by the next one
 
     def begin(self, step, continues, warnings=()):
@@ -1932,7 +1933,7 @@ class RunFolder:
         self.write_run()
         self.log = open_log(self.path / "log.txt", step)
         if continues:
-            self.saved_step = step
+            self.resumable_step = step
 
     def set_aside(self, name):
         """Rename an outdated file or folder, if it exists, instead of overwriting it."""
@@ -1953,16 +1954,8 @@ class RunFolder:
         if rank() == 0:
             write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
-    def can_resume_at(self, step):
-        """Return whether the run can be resumed from a step without another save.
-
-        This is true for the step of the newest checkpoint, and for step 0 of a new model, whose
-        weights are determined by the seed.
-        """
-        return step == self.saved_step or (step == 0 and self.cfg.init_from == "scratch")
-
     def save_in_background(self, state):
-        """Start saving `state`, unless the run can already be resumed at its step.
+        """Start saving `state`, unless the run can already be resumed from its step.
 
         Training waits only for the previous save and for the copy to host memory.
         """
@@ -1970,7 +1963,7 @@ class RunFolder:
             return
         # The previous save may still be reading the buffers. (If it fails, it prints the reason)
         self.wait_for_save()
-        if self.can_resume_at(state.step):
+        if state.step == self.resumable_step:
             return
         with contextlib.suppress(OSError):
             os.fsync(self.log.fileno())  # a step's log must be on disk before its checkpoint
@@ -1997,7 +1990,7 @@ class RunFolder:
                 e = e.__context__
             print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. Earlier checkpoints are kept.")
             return first_line(e)
-        self.saved_step, seconds = step, time.perf_counter() - start
+        self.resumable_step, seconds = step, time.perf_counter() - start
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
         self.prune(step)
         return ""
@@ -2563,7 +2556,7 @@ def export(run):
         checkpoint_path = checkpoint_to_use(path)
         if checkpoint_path:
             content = read_checkpoint(checkpoint_path)
-        else:  # with max_steps=0, a new model has no checkpoint (see can_resume_at)
+        else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.resumable_step)
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(content, str(checkpoint_path or "the model"))
         model = build_model(run.cfg, run.state.raw_model.config)

@@ -50,12 +50,12 @@ PROMISES = {
         "stopping, remove eval_every from FREE_TO_CHANGE in train_gpt2.py, so that a run is "
         "resumed with the same eval_every."),
     "killed": ("a killed run continues as if it had not been killed",
-        "Something that later steps depend on is neither in State nor a parameter or buffer. Make "
-        "it an attribute of State or a buffer (register_buffer), so that a checkpoint holds it. "
-        "Gradients that are kept for a later step (p.grad) are not saved either. An attribute that "
-        "shares its memory with a weight no longer does so after a restart. "
-        "Another reason is a random number that is drawn before torch.manual_seed() in "
-        "train_step(), for example in read_step()."),
+        "Something that later steps depend on is not restored. Usually it is neither in State nor "
+        "a parameter or buffer. Make it an attribute of State or a buffer (register_buffer), so "
+        "that a checkpoint holds it. Gradients that are kept for a later step (p.grad) are not "
+        "saved either. If it is in State, perhaps it shares its memory with a weight, which it no "
+        "longer does after a restart. Another reason is a random number that is drawn before "
+        "torch.manual_seed() in train_step(), for example in read_step()."),
     "B": ("B changes speed only",
         "The usual reason is a term or a statistic over the rows of a micro-batch (also in "
         "validation, where the last one may be smaller), a random number that is drawn or seeded "
@@ -72,11 +72,11 @@ PROMISES = {
         "calls a function that needs all of them, such as validation_loss()."),
     "saved": ("what is saved is what was validated",
         "Validation depends on a value that is not saved, so the saved weights alone are a "
-        "different model. Keep this value in a buffer (register_buffer, without "
-        "persistent=False). A value that is drawn from the seed is not saved either: "
-        "--init_from was tried with a different seed. Another reason is an edit of train() that "
-        "changes weights between the save and the validation of a step, or that validates other "
-        "rows at each step."),
+        "different model. Keep this value in a buffer, for example register_buffer(\"window\", "
+        "torch.tensor(8)), without persistent=False. The weights were loaded with a different "
+        "--seed, so a value that is drawn from the seed is also different. Another reason is an "
+        "edit of train() that changes weights between the save and the validation of a step, or "
+        "that validates other rows at each step."),
     "samples": ("samples follow the model",
         "generate() computes its logits differently from forward(). Let it call self(idx). If the "
         "edit is meant to change sampling (for example by a repetition penalty), this is as it "
@@ -100,10 +100,10 @@ PROMISES = {
     "apart": ("the model is not trained on validation data",
         "val is too low, because the model has seen its text. Check open_data() and read_step()."),
     "loss": ("the loss is the cross-entropy",
-        "The validation loss has an additional term or factor, so it is not comparable with the "
-        "losses of other runs. Put a term that only training should minimize under "
-        "`if self.training`. Other reasons are that validation leaves out targets, or that "
-        "forward() uses `targets` for the logits, too."),
+        "The validation loss is not comparable with the losses of other runs. Perhaps validation "
+        "leaves out targets, or the loss has an additional term or factor (put a term that only "
+        "training should minimize under `if self.training`), or forward() uses `targets` for the "
+        "logits, too."),
     "effect": ("the edit has an effect",
         "Every loss is the same digit for digit as without the edit. Perhaps the edited code is "
         "never reached, something overwrites its result (for example init_weights(), which draws "
@@ -223,7 +223,7 @@ class Laboratory:
         checkpoints = sorted(log_dir.glob("checkpoint_[0-9]*.pt"))  # not those of an edit
         if status == 0 and not checkpoints and not job.get("stop"):
             raise Failed("The run left no checkpoint, which finish() saves at the end of train().")
-        if name not in ("base", "again", "killed", "continued"):
+        if name not in ("base", "again", "killed", "killed_again", "continued"):
             for path in checkpoints:
                 path.unlink()  # it is not needed, and may be large
         return Finished(log=read_log(log_dir / "log.txt"), seconds=seconds,
@@ -399,11 +399,10 @@ class Plan:
         # If B divides the rows of a step, then so does B / 2 with two processes
         self.half_B = self.B // 2 if self.B % 2 == 0 else 1
         each, n = options.steps // 4, options.steps
-        # A run is saved at a step near the end that no small number divides, because an edit may
-        # do something in every second or fifth step, or in the last steps only
-        self.saved = next((s for s in range(n - 3, 2, -1)
-                           if all(s % divisor for divisor in range(2, min(s, 8)))), 2)
-        self.killed = self.saved + 1  # the step in which the run is killed
+        # A run is killed twice. An edit may do something only in the last steps, or so rarely that
+        # only the first kill leaves enough steps to see what the restart has forgotten
+        self.saved = odd_step_before(n - 2)
+        self.first_saved = odd_step_before(n // 2)
         self.common = DEFAULTS | {
             "max_steps": options.steps, "eval_every": each, "save_every": self.saved,
             "warmup_steps": min(constants.get("warmup_steps", 0), each),
@@ -429,7 +428,11 @@ class Plan:
         lab.start("base", self.common, examine=examine)
         if not self.no_processes:
             lab.start("two", self.half, after="half", processes=2)
-        lab.start("killed", self.common, kill_at=self.killed, kill_after=self.saved)
+        saved = self.first_saved
+        lab.start("killed", self.common | {"save_every": saved}, kill_at=saved + 1,
+                  kill_after=saved)
+        lab.start("killed_again", self.common, after="killed", log_of="killed",
+                  kill_at=self.saved + 1, kill_after=self.saved)
         # With init_from, the script would choose a different preset, so give every constant. The
         # seed is a different one, because validation must not depend on it
         lab.start("reloaded", self.constants | self.common | {
@@ -439,12 +442,20 @@ class Plan:
         lab.start("evaluated", self.common | {
             "eval_every": self.options.steps, "sample_every": self.common["eval_every"],
             "sample_tokens": 8})
-        lab.start("continued", self.common, after="killed", log_of="killed")
+        lab.start("continued", self.common, after="killed_again", log_of="killed")
         lab.start("nudged", self.half, nudge=4e-3 if self.low_precision else 1e-6)
         if self.dropout:
             lab.start("no_dropout", self.no_dropout)
         if committed:
             lab.start("committed", self.common, scripts=committed, examine=examine)
+
+def odd_step_before(n):
+    """Return the last step before n that no small number divides, or 2.
+
+    An edit may do something in every second or fifth step.
+    """
+    return next((step for step in range(n - 1, 2, -1)
+                 if all(step % divisor for divisor in range(2, min(step, 8)))), 2)
 
 # ---- The verdicts
 @dataclass
@@ -485,6 +496,7 @@ class Check:
         self.base = result("base")
         self.repeats = True  # until check_same() finds otherwise
         self.unsteady = set()  # metrics that differ between equal runs, found by check_same()
+        self.named_unsaved = False  # whether a verdict has named what is not saved
 
     def verdict(self, promise):
         """Return the Verdict on a promise. They must be asked for in the order of PROMISES."""
@@ -495,7 +507,10 @@ class Check:
         except Unchecked as reason:
             verdict = Verdict("not checked", str(reason))
         except Failed as error:
-            verdict = broken("the run stops with an error", str(error))
+            # The usual causes of a broken promise do not explain an error, except that a process
+            # may wait in vain for others
+            verdict = Verdict("BROKEN", "the run stops with an error", (str(error),),
+                              is_explained=promise != "processes")
         if promise == "same":
             self.repeats = verdict.outcome == "holds"
         return verdict
@@ -507,6 +522,7 @@ class Check:
     def hint(self, *runs):
         """Name what changed during training and is not saved, which is the likely reason."""
         changed = ", ".join(sorted({what for run in runs for what in run.report["changed"]}))
+        self.named_unsaved = self.named_unsaved or bool(changed)
         text = f"This changed during training and is not saved: {changed}.\n" if changed else ""
         return text + self.noise(*runs)
 
@@ -579,7 +595,8 @@ class Check:
         run, saved = self.result("continued"), self.plan.saved
         if run.report["step"] != saved:
             return broken(f"it continues at step {run.report['step']} instead of step {saved}")
-        verdict = self.compare_all(run, "without a kill", f"with a kill after step {saved}")
+        verdict = self.compare_all(run, "without a kill",
+                                   f"with a kill after steps {self.plan.first_saved} and {saved}")
         if any(step < saved for step, _ in self.base.log.keys() - run.log.keys()):
             verdict.evidence += (
                 "A restart deletes log.txt from the first line of a later step on. After "
@@ -709,10 +726,13 @@ class Check:
                 return holds("on the reported losses only; the trained weights are the same digit "
                              "for digit")
             return holds(f"from step {losses.step} on")
-        difference = first_difference(log, self.steady(committed.log))
-        if difference:
-            return holds(f"on {difference.metric} only; the losses are the same digit for digit")
-        if self.base.report["drawn"] != committed.report["drawn"]:
+        other = self.steady(committed.log)
+        differ = sorted({key[1] for key in log.keys() | other.keys()
+                         if log.get(key) != other.get(key)})
+        if differ:
+            return holds(f"on {', '.join(differ)} only; the losses are the same digit for digit")
+        one, two = self.base.report, committed.report
+        if one["drawn"] != two["drawn"] or bool(one["samples"]) != bool(two["samples"]):
             return holds("on samples only; the losses are the same digit for digit")
         new = ", ".join(f"--{name}=..." for name in sorted(
             self.base.report["constants"].keys() - committed.report["constants"].keys()))
@@ -724,11 +744,11 @@ class Check:
     def own_notes(self):
         """Return notes on values that are not saved, and on metrics that an edit has added."""
         notes, changed = [], ", ".join(self.base.report["changed"])
-        if changed:
+        if changed and not self.named_unsaved:
             notes.append(f"this changed during training and is not saved: {changed}. If later "
                          "steps depend on it, make it an attribute of State.")
-        notes += self.notes_about_progress() + self.notes_about_processes()
-        notes += self.notes_about_warnings()
+        notes += self.notes_about_progress() + self.notes_about_first_update()
+        notes += self.notes_about_processes() + self.notes_about_warnings()
         log = self.base.log
         return (notes + self.notes_about_metrics() + notes_about_constants(log)
                 + notes_about_equal_metrics(log))
@@ -748,6 +768,29 @@ class Check:
         return [f"after {self.plan.options.steps} steps, val is {last:.2f}, and {without:.2f} "
                 f"without the edit (before the first step, {first:.2f}). If the edit is not meant "
                 "to slow down training, check signs and factors."]
+
+    def notes_about_first_update(self):
+        """Return a note if an optimizer's first update is larger or smaller than without the edit.
+
+        The updates of AdamW and Muon do not depend on the size of the gradient.
+        """
+        try:
+            report, before = self.base.report, self.committed().report
+        except Unchecked:
+            return []
+        one, two = report["first_update"], before["first_update"]
+        by_ratio = defaultdict(list)
+        for name in one:
+            if name in two and report["initial"][name][0] == before["initial"][name][0]:
+                ratio = one[name] / two[name]
+                if not 0.75 < ratio < 1.33:
+                    by_ratio[f"{ratio:.2g}"].append(name)
+        parts = [f"that of {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} is "
+                 f"{ratio} times as large" for ratio, names in by_ratio.items()]
+        if not parts:
+            return []
+        return ["at the same learning rate, the first updates of some parameters have a different "
+                f"size than without the edit: {'; '.join(parts[:4])}. Check that this is meant."]
 
     def notes_about_warnings(self):
         """Return the warnings that only the edited version prints."""
@@ -808,14 +851,17 @@ class Check:
         remarks, differ = [], []
         if new := len(mine.keys() - theirs.keys()):
             remarks.append(f"{new} of {len(mine)} have new names and are not compared")
-        for name, (shape, crc, values) in mine.items():
+        for name, (shape, crc, values, drawn) in mine.items():
             if name in theirs and theirs[name][0] == shape and theirs[name][1] != crc:
-                if words := in_words_how_set(theirs[name][2], values):
+                words = in_words_how_set(theirs[name][2], values)
+                if not words and drawn is not None and drawn == theirs[name][3]:
+                    words = "is changed after init_weights() has drawn it"
+                if words:
                     remarks.append(f"{name} {words}")
                 else:
                     differ.append(name)
         if not differ:
-            return holds(", ".join(remarks[:4]) + (", ..." if remarks[4:] else ""))
+            return holds("; ".join(remarks[:3]) + ("; ..." if remarks[3:] else ""))
         return broken(f"{len(differ)} of {len(mine)} parameters differ",
                       "They are " + ", ".join(differ[:6]) + (", ..." if differ[6:] else "."))
 
@@ -894,7 +940,8 @@ def check(options):
     summary = f"{n_broken} of {len(outcomes)} promises broken" if n_broken else "All promises hold"
     summary += f" ({unchecked} of {len(outcomes)} not checked)." if unchecked else "."
     if notes:
-        summary += f" Please also read the {len(notes)} note(s) above."
+        what = "the note" if len(notes) == 1 else f"the {len(notes)} notes"
+        summary += f" Please also read {what} above, which may show a mistake."
     print(summary)
     return n_broken
 

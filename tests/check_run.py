@@ -33,6 +33,7 @@ import torch
 SCRIPTS = Path(__file__).resolve().parent.parent  # the folder of the scripts to check
 GENERATOR = torch.Generator  # watch_seeds() replaces the class in torch
 KILLED = 9  # exit status of a run that was to be killed
+LOW_PRECISION = 5e-2  # tolerance of logits that are computed in 16 bits, see examine()
 # To find out whether validation data is trained on: the shortest row in tokens, since shorter ones
 # may be equal by chance, how many rows to compare, and in how many tokens of a file to search
 SHORTEST_ROW, MOST_ROWS, MOST_TOKENS = 32, 320, 2**21
@@ -50,9 +51,19 @@ def be_a_run(job):
     known = [constant.name for constant in fields(t.Config)]
     flags = [f"--{name}={value}" for name, value in job["flags"].items() if name in known]
     sys.argv = [t.__file__, *flags]
-    train = t.train
-    t.train = lambda run: train_and_report(t, train, run, job)
+    train, drawn = t.train, watch_draws(t)
+    t.train = lambda run: train_and_report(t, train, run, job | {"drawn": drawn})
     t.main()
+
+def watch_draws(t):
+    """Return {id of a model: {name: checksum}}, to which init_weights() adds what it has drawn."""
+    checksums, original = {}, getattr(t, "init_weights", None)
+
+    def init_weights(model, *args, **kwargs):
+        original(model, *args, **kwargs)
+        checksums[id(model)] = {name: crc_of(p) for name, p in model.named_parameters()}
+    t.init_weights = init_weights
+    return checksums
 
 def end_with_check():
     """End this process when check.py closes its end of the pipe, or when check.py itself ends.
@@ -68,7 +79,8 @@ def train_and_report(t, train, run, job):
     The job may contain: stop (take no step), nudge (change the initial weights by about this
     fraction), kill_at and kill_after (end the process during step kill_at, once the checkpoint of
     step kill_after exists), and examine (compare samples and validation with model(idx), and look
-    for logits that depend on later tokens; the value is the tolerance of logits).
+    for logits that depend on later tokens; the value is the tolerance of logits). It always
+    contains drawn (what watch_draws() returned).
     """
     for name in ("transformers", "matplotlib"):  # skip the export and the plots, which take seconds
         sys.modules.setdefault(name, None)
@@ -79,7 +91,8 @@ def train_and_report(t, train, run, job):
     report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step,
               "B_is_free": "B" in t.FREE_TO_CHANGE,
               "eval_every_is_free": "eval_every" in t.FREE_TO_CHANGE}
-    report["initial"] = {name: (list(p.shape), crc_of(p), some_values(p))
+    drawn = job["drawn"].get(id(run.state.raw_model), {})
+    report["initial"] = {name: (list(p.shape), crc_of(p), some_values(p), drawn.get(name))
                          for name, p in run.state.raw_model.named_parameters()}
     rows = watch_forward_passes(run, report)
     watched = Watched(t, run) if "examine" in job else None
@@ -103,6 +116,7 @@ def train_and_report(t, train, run, job):
     report["in_both"] = training_and_validation(t, run, run.val_loader, rows)
     if watched:
         report["trained"] = {name: crc_of(p) for name, p in run.state.raw_model.named_parameters()}
+        report["first_update"] = watched.first_update
         report["notes"] = watched.notes(t, run, report, rows)
         with torch.no_grad(), run.autocast():
             found = examine(run, tolerance=job["examine"])
@@ -282,6 +296,7 @@ class Watched:
         self.optimizers = list(run.state.optimizers)
         self.integers, self.first_step = integers_of(run.state), run.state.step
         self.samples = watch_weights(run.state)
+        self.first_update = watch_first_update(t, run)
         self.buffers = {name: crc_of(b) for name, b in run.state.raw_model.named_buffers()}
 
     def notes(self, t, run, report, rows):
@@ -407,11 +422,11 @@ def watch_seeds(state):
 
     class Generator(torch.Generator):
         def manual_seed(self, seed):
-            seeds[seed].add(state.step)
+            note(seed)
             return super().manual_seed(seed)
 
     def manual_seed(seed):
-        seeds[seed].add(state.step)
+        note(seed)
         return seed_default(seed)
 
     class RandomState(np.random.RandomState):
@@ -424,7 +439,8 @@ def watch_seeds(state):
         return default_rng(seed)
 
     def note(seed):
-        if isinstance(seed, int):  # order_of() uses a tuple
+        # order_of() uses a tuple. Each validation reads the same rows, so it may repeat seeds
+        if isinstance(seed, int) and torch.is_grad_enabled():
             seeds[seed].add(state.step)
     torch.Generator, torch.manual_seed = Generator, manual_seed
     np.random.RandomState, np.random.default_rng = RandomState, seeded_default_rng
@@ -436,7 +452,8 @@ def watch_gradients(run):
     The first is {name: where a gradient was not 0 in some step, as a bool tensor}. The second is,
     for large parameters, {name: how many different absolute values other than 0 the gradient had
     in the first step}. The set has the names of parameters whose gradient was a tensor of zeros in
-    some step except the first.
+    some step after one in which it was not, or in the fourth or a later step. (With zero
+    initialization, it takes some steps until all parameters get a gradient.)
     """
     names = {id(p): name for name, p in run.state.raw_model.named_parameters()}
     nonzero, with_zeros, magnitudes = {}, set(), {}
@@ -454,7 +471,7 @@ def watch_gradients(run):
                         if values.count_nonzero() >= 1000:
                             magnitudes[name] = len(values[values > 0].unique())
                     nonzero[name] = nonzero.get(name, False) | (p.grad != 0)
-                elif state.step > first_step:
+                elif name in nonzero or state.step >= first_step + 3:
                     with_zeros.add(name)
     before_each_step(state, look)
     return nonzero, magnitudes, with_zeros
@@ -487,6 +504,27 @@ def watch_learning_rates(t, run):
                 factors[name].add(round(float(group["lr"]) / scheduled, 9))
     before_each_step(state, look)
     return factors
+
+def watch_first_update(t, run):
+    """Return {name: the RMS of a parameter's first update, divided by the learning rate}.
+
+    It is filled in the second step, and lacks parameters whose first gradient is 0.
+    """
+    state, first, before, sizes = run.state, run.state.step, {}, {}
+
+    def look(optimizer):
+        if state.step == first and not before:
+            before.update({name: p.detach().clone()
+                           for name, p in state.raw_model.named_parameters()
+                           if p.grad is not None and p.grad.any()})
+        if state.step == first + 1 and not sizes:
+            rate = t.get_lr(first, run.cfg)
+            for name, p in state.raw_model.named_parameters():
+                if name in before:
+                    change = p.detach().float() - before[name].float()
+                    sizes[name] = change.square().mean().sqrt().item() / rate
+    before_each_step(state, look)
+    return sizes
 
 def watch_weights(state):
     """Return {step: a sample of raw_model's weights before this step}, filled during training."""
@@ -563,6 +601,9 @@ def notes_about_schedules(t, cfg):
             notes.append(f"the number of tokens per step varies. It is {sizes[0]:,} at first, "
                          f"{sizes[-1]:,} at the end, and at most {max(sizes):,}, in step "
                          f"{sizes.index(max(sizes))}.")
+            if max(sizes) > 2 * max(sizes[0], sizes[-1]):
+                notes[-1] += (" If this is a mistake: rows_before() must return the sum over all "
+                              "earlier steps, which is not step * (rows of this step).")
         rates = [t.get_lr(step, cfg) for step in steps]
         if rates and rates[-1] - cfg.min_lr > 0.1 * abs(cfg.max_lr - cfg.min_lr):
             notes.append(f"the learning rate is {rates[-1]:.2e} in the last step, {steps[-1]}, but "
@@ -609,8 +650,8 @@ def notes_about_constants(t):
     unread = constants_never_read([ast.parse(file.read_text(encoding="utf-8")) for file in files])
     if not unread:
         return []
-    return [f"no code reads {', '.join(sorted(unread))} of Config. If GPTConfig should get it, use "
-            "the same name there."]
+    return [f"no code reads {', '.join(sorted(unread))} of Config, so it has no effect. (GPTConfig "
+            "gets a constant of Config only if it has one with the same name.)"]
 
 def constants_never_read(trees):
     """Return the names of Config's fields that the code of some modules does not mention.
@@ -709,11 +750,11 @@ def notes_about_parameters(state, initial, with_gradient):
                      "unfrozen, after configure_optimizers().")
     if unused:
         notes.append(f"{', '.join(unused[:4])} got no gradient in any step ({len(unused)} "
-                     "parameters). They are not used, they are detached, or they are multiplied by "
+                     "in all). They are not used, they are detached, or they are multiplied by "
                      "something that is 0.")
     if decayed:
         notes.append(f"{', '.join(decayed[:4])} got no gradient in any step, but changed, for "
-                     f"example by weight decay ({len(decayed)} parameters). They are not used, "
+                     f"example by weight decay ({len(decayed)} in all). They are not used, "
                      "they are detached, or they only affect something constant, such as a softmax "
                      "over one element. To freeze parameters, set requires_grad=False.")
     return notes
@@ -723,7 +764,7 @@ def notes_about_zeros(names):
     if not names:
         return []
     some = ", ".join(sorted(map(str, names))[:4])
-    return [f"the gradient of {some} is 0 in some steps ({len(names)} parameters in all). The "
+    return [f"the gradient of {some} is 0 in some steps ({len(names)} in all). The "
             "optimizer still changes such parameters then, by weight decay and momentum. To keep "
             "a parameter unchanged in a step, set p.grad = None."]
 
@@ -919,6 +960,13 @@ def notes_about_average(state, samples):
     """
     if state.eval_model is state.raw_model:
         return []
+    averaged, own = [{p.dtype for p in model.parameters()}
+                     for model in (state.eval_model, state.raw_model)]
+    for dtype in averaged - own:
+        if dtype in (torch.bfloat16, torch.float16):
+            return [f"eval_model has weights in {str(dtype).removeprefix('torch.')}. If it is an "
+                    "average, each update changes it by less than the rounding of this dtype, so "
+                    "it may stop changing. Keep averages in float32."]
     samples = samples | {state.step: sample_of_weights(state.raw_model)}
     shares = shares_in_average(list(samples.values()), sample_of_weights(state.eval_model))
     if not shares:
@@ -927,7 +975,7 @@ def notes_about_average(state, samples):
     if last > 0.9:
         return ["eval_model has almost the same weights as raw_model at the end. If it should be "
                 "an average, check that it has begun, that it copies weights (clone()), and that "
-                "its two factors are not exchanged."]
+                "its two factors (such as decay and 1 - decay) are not exchanged."]
     if abs(total - 1) > 0.01:
         return [f"eval_model is a weighted sum of the model's weights after different steps, but "
                 f"the factors add up to {total:.3g} instead of 1."]
@@ -1345,9 +1393,10 @@ def notes_about_causal_mask(q, k, is_causal):
 
 def notes_about_dimensions(model, x, y):
     """Return notes on softmax() and so on over unusual dimensions, on attention and on targets."""
+    torch.manual_seed(0)
     with WatchDimensions() as watch:
         model(x, y)
-    return list(watch.found) + noted(notes_about_second_targets, watch.targets, y)
+    return list(watch.found) + noted(notes_about_second_targets, model, x, y, watch.targets)
 
 def sums_of(logits):
     """Return numbers that are the same for logits in another shape or order, or with padding."""
@@ -1355,17 +1404,27 @@ def sums_of(logits):
     logits = logits[logits.isfinite()]  # those of the padding are -inf
     return logits.numel(), f"{logits.sum():.6e}", f"{logits.square().sum():.6e}"
 
-def notes_about_second_targets(targets, y):
-    """Return a note if cross-entropies of different logits have the same targets.
+def notes_about_second_targets(model, x, y, targets):
+    """Return a note if cross-entropies of different logits predict the same tokens.
 
-    targets: for each call of cross_entropy(), its targets and sums_of() its logits. y: the targets
-    of the next tokens (B, T).
+    x: token ids (B, T). y: the next tokens (B, T). targets: for each call of cross_entropy() in
+    model(x, y), its targets and sums_of() its logits.
     """
-    def are_next_tokens(part):  # y, or y without the last tokens of each row
+    def are_next_tokens(part, depends_on_last_token):
         rows = part.reshape(len(y), -1)
-        return torch.equal(rows, y[:, :rows.size(1)])
-    n = len({sums for part, sums in targets
-             if part.numel() > 0 == part.numel() % len(y) and are_next_tokens(part)})
+        n = rows.size(1)
+        # y, or y without the last tokens of each row. Without the first ones, these are the next
+        # tokens only if the logits lack the first ones too, and not the last ones
+        return torch.equal(rows, y[:, :n]) or (
+            depends_on_last_token and torch.equal(rows, y[:, y.size(1) - n:]))
+    changed = x.clone()
+    changed[:, -1] = torch.where(x[:, -1] == 0, 1, 0)
+    torch.manual_seed(0)
+    with WatchDimensions() as watch, buffers_restored(model):
+        model(changed, y)
+    n = len({sums for (part, sums), (_, sums_of_changed) in zip(targets, watch.targets, strict=True)
+             if part.numel() > 0 == part.numel() % len(y)
+             and are_next_tokens(part, sums != sums_of_changed)})
     if n < 2:
         return []
     return [f"in one forward pass of training, {n} cross-entropies have the next tokens as their "
@@ -1455,6 +1514,8 @@ def examine(run, tolerance):
     An edited generate() or forward() may raise anything, so errors become texts.
     """
     model, T = run.state.eval_model, run.cfg.T
+    if any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters()):
+        tolerance = max(tolerance, LOW_PRECISION)
     x, y = run.val_loader.batch(0, 2, run.device)
     report = examine_samples(model, x, T, tolerance) | {"notes": []}
     try:
@@ -1605,6 +1666,11 @@ def notes_about_context(model, x):
               if torch.equal(model(changed[distance])[0][:, -1], logits)]
     if not unseen:
         return []
+    others = x.clone()
+    others[:, :last] = (others[:, :last] + 1) % (int(x.max()) + 1)
+    if torch.equal(model(others)[0][:, -1], logits):
+        return [f"of the {last + 1} tokens in a row, the logits at the last one do not depend on "
+                "any earlier one, so attention has no effect."]
     return [f"of the {last + 1} tokens in a row, the logits at the last one do not depend on token "
             f"{', '.join(str(last - distance) for distance in unseen)} (counted from 0). If they "
             "should, check the attention mask."]

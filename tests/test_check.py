@@ -109,7 +109,7 @@ def test_broken_promises_are_named_with_their_cause(tmp_path):
                      "tokens": "holds", "apart": "not checked", "loss": "BROKEN",
                      "effect": "holds", "begin": "holds"}
     assert "This changed during training and is not saved: self.calls in GPT." in done.stdout
-    assert "neither in State" in done.stdout
+    assert "Make it an attribute of State" in done.stdout
     # Dropout is a cause only if validation uses it, and not if only check_run.py does
     assert "Random numbers are drawn in forward passes without gradient" not in done.stdout
 
@@ -242,12 +242,12 @@ def test_which_runs_are_planned(monkeypatch):
     monkeypatch.setattr(check, "CORES", 2)
     usual = plan(words=[])
     assert (usual.B, usual.half_B, usual.no_processes) == (4, 2, "")
-    assert (usual.common["eval_every"], usual.saved, usual.killed) == (5, 17, 18)
+    assert (usual.common["eval_every"], usual.saved, usual.first_saved) == (5, 17, 7)
     assert [plan(words=[f"--steps={n}"]).saved for n in (4, 5, 8, 60)] == [2, 2, 5, 53]
     assert usual.common["val_tokens"] == 15 * 16 and usual.common["warmup_steps"] == 5
     assert plan(words=["--dtype=bfloat16"], dtype="bfloat16").common["dtype"] == "bfloat16"
     odd = plan(total_batch_size=3 * 16, B=3)
-    assert odd.half_B == 1 and "3 rows" in odd.no_processes and odd.killed == 3
+    assert odd.half_B == 1 and "3 rows" in odd.no_processes and odd.saved == odd.first_saved == 2
     monkeypatch.setattr(check, "CORES", 1)
     assert "two cores" in plan().no_processes
     assert "GPUs" in plan(words=["--device=cuda:1"], device="cuda").no_processes
@@ -263,7 +263,8 @@ def finished(log, path, tensors, **report):
         "later_in_training": None, "cross_entropy": 4.0, "drawn": [1], "tokens": 512,
         "draws_without_grad": False, "seeds": False, "embedded": 512, "state_differs": [],
         "in_both": BOTH, "val_data": [[16], [1]],
-        "initial": {"w": [[2], 7, [1.0, 2.0]]}, "trained": {"w": zlib.crc32(str(log).encode())},
+        "initial": {"w": [[2], 7, [1.0, 2.0], 1]}, "first_update": {"w": 1.0},
+        "trained": {"w": zlib.crc32(str(log).encode())},
         "B_is_free": True, "eval_every_is_free": True, "constants": {"B": 4}} | report)
 
 def stub_check(folder, no_committed="no git", **runs):
@@ -312,7 +313,9 @@ def verdicts(folder, no_committed="no git", **runs):
     ("loss", dict(base=({}, dict(cross_entropy=3.9))), "3.900000"),
     ("loss", dict(committed=({}, dict(val_data=[[16], [2]]))), "other inputs or targets"),
     ("effect", dict(), "no effect on training"),
-    ("begin", dict(committed=({}, dict(initial={"w": [[2], 8, [1.0, 3.0]]}))), "They are w."),
+    ("begin", dict(committed=({}, dict(initial={"w": [[2], 8, [1.0, 3.0], 2]}))), "They are w."),
+    ("begin", dict(base=({}, dict(initial={"w": [[2], 7, [1.0, 2.0], None]})),
+                   committed=({}, dict(initial={"w": [[2], 8, [1.0, 3.0], None]}))), "They are w."),
 ])
 def test_each_broken_promise_is_reported_alone(tmp_path, promise, runs, text):
     """What breaks one promise leaves the others, and the verdict says what differs."""
@@ -335,12 +338,22 @@ def test_scaled_and_constant_initial_values_are_told_from_new_draws(change, word
     assert check.in_words_how_set(before, now) == words
 
 def test_an_edit_that_sets_initial_weights_is_described(tmp_path):
-    """Zero initialization is not reported as broken."""
-    initial = {"w": [[2], 8, [1.0, 3.0]], "x": [[1], 1, [1.0]]}
-    base = ({}, dict(initial={"w": [[2], 7, [0.0]], "x": [[1], 1, [1.0]], "new": [[1], 1, [1.0]]}))
-    found = verdicts(tmp_path, no_committed="", base=base, committed=({}, dict(initial=initial)))
-    assert found["begin"] == check.holds("1 of 3 have new names and are not compared, w is 0 "
-                                         "everywhere")
+    """Neither zero initialization nor a change after init_weights() is reported as broken."""
+    before = {"v": [[2], 5, [1.0, 3.0], 6], "w": [[2], 8, [1.0, 3.0], 8], "x": [[1], 1, [1.0], 1]}
+    now = {"v": [[2], 9, [1.0, 4.0], 6], "w": [[2], 7, [0.0], 7], "x": [[1], 1, [1.0], 1],
+           "new": [[1], 1, [1.0], 1]}
+    found = verdicts(tmp_path, no_committed="", base=({}, dict(initial=now)),
+                     committed=({}, dict(initial=before)))
+    assert found["begin"] == check.holds(
+        "1 of 4 have new names and are not compared; v is changed after init_weights() has drawn "
+        "it; w is 0 everywhere")
+
+def test_what_init_weights_draws_is_told_from_what_is_set_afterwards():
+    drawn = check_run.watch_draws(module := types.SimpleNamespace(
+        init_weights=lambda model, seed: torch.nn.init.constant_(model.weight, seed)))
+    model = torch.nn.Linear(2, 1, bias=False)
+    module.init_weights(model, 5)
+    assert drawn == {id(model): {"weight": check_run.crc_of(torch.tensor([[5.0, 5.0]]))}}
 
 def test_verdicts_on_an_edit_without_and_with_effect(tmp_path):
     """An edit that only adds a metric, or only changes samples, has an effect. A metric that
@@ -392,7 +405,7 @@ def test_jumps_of_the_learning_rate_and_different_batches_are_noted():
                                    rows_of_step=lambda cfg, step: 20 if step == 9 else 2)
     sizes, end, jump = check_run.notes_about_schedules(edited, cfg)
     assert end == "the learning rate is 5.00e-01 in the last step, 39, but min_lr is 6.00e-05."
-    assert "8 at first, 8 at the end, and at most 80, in step 9" in sizes
+    assert "8 at first, 8 at the end, and at most 80, in step 9. If this is a mistake" in sizes
     assert "from 1.00e+00 in step 29 to 5.00e-01 in step 30" in jump
     edited = types.SimpleNamespace(get_lr=lambda step, cfg: 1.0 - step / 20,
                                    rows_of_step=lambda cfg, step: 2)
@@ -438,7 +451,7 @@ def test_constants_that_nothing_reads_are_noted(tmp_path, monkeypatch):
     (tmp_path / "lion.py").write_text("def g(cfg):\n    return cfg.beta\n")
     module = types.SimpleNamespace(__file__=str(script), modules_beside=train_gpt2.modules_beside)
     note, = check_run.notes_about_constants(module)
-    assert note.startswith("no code reads rate of Config.")
+    assert note.startswith("no code reads rate of Config, so it has no effect.")
     assert check_run.notes_about_constants(train_gpt2) == []
 
 class Unregistered(torch.nn.Module):
@@ -468,14 +481,17 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     model.layers[0](model.weight).sum().backward()
     model.decayed.grad = torch.zeros(2)
     adamw.step()
-    assert (set(nonzero), with_zeros) == ({"weight"}, set())  # zeros in the first step do not count
-    run.state.step = 1
+    assert (set(nonzero), with_zeros) == ({"weight"}, set())
+    run.state.step = 2
+    adamw.step()
+    assert with_zeros == set()  # zeros in the first three steps do not count
+    run.state.step = 3
     adamw.step()
     assert with_zeros == {"decayed"}
     notes = check_run.notes_about_parameters(run.state, initial, nonzero)
     notes += check_run.notes_about_attributes(model, ["self.last in Unregistered"])
     assert [note[:48] for note in notes] == [
-        "unused got no gradient in any step (1 parameters",
+        "unused got no gradient in any step (1 in all). T",
         "decayed got no gradient in any step, but changed",
         "self.gate in Unregistered holds a tensor that is",
         "self.layers in Unregistered holds a tensor that "]
@@ -530,6 +546,36 @@ def test_an_average_with_unusual_shares_is_noted(factors, expected):
     state.eval_model = model
     assert check_run.notes_about_average(state, samples) == []
 
+def test_an_average_in_16_bits_is_noted():
+    model = torch.nn.Linear(8, 8)
+    state = types.SimpleNamespace(raw_model=model, eval_model=copy.deepcopy(model).bfloat16())
+    note, = check_run.notes_about_average(state, {})
+    assert note.startswith("eval_model has weights in bfloat16.")
+
+def test_first_updates_of_another_size_are_noted(tmp_path):
+    """They are divided by the learning rate, and parameters without a first gradient are left out.
+    """
+    model = torch.nn.Linear(4, 4)
+    optimizers = [torch.optim.AdamW([p], lr=0.1, weight_decay=0) for p in model.parameters()]
+    state = types.SimpleNamespace(raw_model=model, optimizers=optimizers, step=3)
+    run = types.SimpleNamespace(state=state, cfg=None)
+    sizes = check_run.watch_first_update(types.SimpleNamespace(get_lr=lambda *_: 0.05), run)
+    model.bias.grad = torch.zeros(4)
+    for state.step in (3, 4):
+        model.weight.grad = torch.randn(4, 4)
+        for optimizer in optimizers:
+            optimizer.step()
+    assert sizes == {"weight": pytest.approx(2, rel=1e-3)}
+
+    def notes(mine):
+        initial = {name: [[2], 7, [1.0, 2.0], 1] for name in "wxyz"}
+        runs = {"base": ({}, dict(first_update=mine, initial=initial)), "committed": (
+            {}, dict(first_update={"w": 1.0, "x": 1.0, "y": 0.2}, initial=initial))}
+        return stub_check(tmp_path, "", **runs).notes_about_first_update()
+    assert notes({"w": 1.1, "x": 0.9, "z": 5.0}) == []
+    note, = notes({"w": 0.44, "x": 0.4402, "y": 2.0})
+    assert "that of w and 1 more is 0.44 times as large; that of y is 10 times as large." in note
+
 def test_an_average_that_is_updated_for_each_optimizer_is_noted():
     """An average that is updated once, after the last optimizer, gives no note."""
     def notes(often):
@@ -574,6 +620,8 @@ def test_seeds_that_do_not_change_from_step_to_step_are_noted(monkeypatch):
     torch.Generator().manual_seed(7)
     for state.step in range(5):
         torch.manual_seed(state.step)
+        with torch.no_grad():  # as in validation
+            torch.manual_seed(7)
     assert check_run.notes_about_seeds(seeds) == []
     for state.step in range(5):
         noise = torch.randn(2, generator=torch.Generator().manual_seed(7))
@@ -855,7 +903,7 @@ def test_a_note_on_the_loss_does_not_depend_on_other_notes():
 def test_gradients_of_zeros_are_noted():
     assert check_run.notes_about_zeros(set()) == []
     note, = check_run.notes_about_zeros({"wte", "wpe"})
-    assert note.startswith("the gradient of wpe, wte is 0 in some steps (2 parameters in all)")
+    assert note.startswith("the gradient of wpe, wte is 0 in some steps (2 in all)")
 
 def test_targets_that_are_not_the_next_tokens_are_noted():
     """Masked targets, a few noisy inputs and targets of other shapes give no note."""
@@ -998,6 +1046,8 @@ def test_tokens_just_before_that_have_no_influence_are_noted():
     note, = check_run.notes_about_context(lambda idx: (table[idx].cumsum(1).roll(2, 1), None), x)
     assert "of the 8 tokens in a row, the logits at the last one do not depend on token 7, 6" in (
         note)
+    note, = check_run.notes_about_context(lambda idx: (table[idx], None), x)
+    assert "do not depend on any earlier one, so attention has no effect" in note
     assert check_run.notes_about_context(None, x[:, :7]) == []
 
 def test_logits_of_the_padding_are_reported():
@@ -1372,30 +1422,43 @@ def test_a_causal_mask_with_more_keys_than_queries_is_noted():
         notes = check_run.notes_about_dimensions(operation, x, None)
         assert len(notes) == n and all("with 8 queries and 9 keys" in note for note in notes)
 
-@pytest.mark.parametrize("second, n", [
-    (None, 0), (lambda y: y, 1), (lambda y: y[:, :-1], 1),
-    (lambda y: y[:, 1:], 0), (lambda y: torch.nn.functional.pad(y[:, 1:], (0, 1), value=-100), 0)])
-def test_a_second_loss_with_the_same_targets_is_noted(second, n):
-    """A head that predicts the token after the next one needs other targets than the first."""
-    cross_entropy, y = torch.nn.functional.cross_entropy, torch.arange(10).view(2, 5)
+class TwoHeads(torch.nn.Module):
+    """A loss with a second head. second(logits, y) returns the logits and targets of its loss."""
+    def __init__(self, second):
+        super().__init__()
+        self.second = second
+        self.heads = torch.randn(2, 20, 20, generator=torch.Generator().manual_seed(0))
 
-    def model(x, y):
-        cross_entropy(torch.zeros(10, 20), y.flatten())
-        if second:
-            targets = second(y).flatten()
-            cross_entropy(torch.ones(len(targets), 20), target=targets)
-    notes = check_run.notes_about_dimensions(model, None, y)
+    def forward(self, x, y):
+        cross_entropy, one, two = torch.nn.functional.cross_entropy, *self.heads[:, x]
+        cross_entropy(one.flatten(0, 1), y.flatten())
+        if self.second:
+            logits, targets = self.second(two, y)
+            cross_entropy(logits.flatten(0, 1), target=targets.flatten())
+
+@pytest.mark.parametrize("second, n", [
+    (None, 0), (lambda logits, y: (logits, y), 1),
+    (lambda logits, y: (logits[:, :-1], y[:, :-1]), 1),
+    (lambda logits, y: (logits[:, 1:], y[:, 1:]), 1),
+    (lambda logits, y: (logits[:, :-1], y[:, 1:]), 0),
+    (lambda logits, y: (logits, torch.nn.functional.pad(y[:, 1:], (0, 1), value=-100)), 0)])
+def test_a_second_loss_that_predicts_the_same_tokens_is_noted(second, n):
+    """A head for the token after the next one must not predict each token from the one before."""
+    tokens = torch.arange(12).view(2, 6)
+    notes = check_run.notes_about_dimensions(TwoHeads(second), tokens[:, :-1], tokens[:, 1:])
     assert len(notes) == n and all("2 cross-entropies have the next tokens" in x for x in notes)
 
 def test_two_losses_of_the_same_logits_give_no_note():
     """A training loss may replace the usual one, for example to weight the tokens."""
     cross_entropy, y = torch.nn.functional.cross_entropy, torch.arange(10).view(2, 5)
-    logits = torch.randn(2, 5, 20)
+    logits, model = torch.randn(2, 5, 20), torch.nn.Module()
+    padded = torch.nn.functional.pad(logits, (0, 4), value=-math.inf)
 
-    def model(x, y):
-        cross_entropy(logits.flatten(0, 1), y.flatten())
+    def forward(x, y):
+        cross_entropy(padded.flatten(0, 1), y.flatten())
         cross_entropy(input=logits.transpose(1, 2), target=y, reduction="none")
-    assert check_run.notes_about_dimensions(model, None, y) == []
+    model.forward = forward
+    assert check_run.notes_about_dimensions(model, y, y) == []
 
 def test_learning_rates_that_only_one_optimizer_has_are_noted():
     """With Muon, an edit of AdamW's groups does not reach the matrices in the blocks."""

@@ -170,13 +170,13 @@ def test_a_checkpoint_is_verified_before_it_is_renamed(tmp_path, capsys):
     content = {"gpt_config": {}, "state": {"step": 15, "w": torch.zeros(2**17)}}
     with mock.patch.object(torch, "save", lambda content, file: file.write(b"damaged")):
         folder.write_checkpoint(content)
-    assert names(tmp_path) == before and folder.saved_step != 15
+    assert names(tmp_path) == before and folder.resumable_step != 15
     assert "NOT SAVED at step 15" in capsys.readouterr().out
     threads = set(Path("/proc/self/task").glob("*"))  # empty except on Linux
     folder.executor.submit(folder.write_checkpoint, content).result()
     assert len(set(Path("/proc/self/task").glob("*")) - threads) <= 1
     folder.executor.shutdown()
-    assert folder.saved_step == 15
+    assert folder.resumable_step == 15
     assert names(tmp_path) == ["checkpoint_00010.pt", "checkpoint_00015.pt"]
 
 def test_a_checkpoint_made_on_a_gpu_is_read_without_one(reference, tmp_path, monkeypatch):
