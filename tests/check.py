@@ -785,12 +785,12 @@ class Check:
                 ratio = one[name] / two[name]
                 if not 0.75 < ratio < 1.33:
                     by_ratio[f"{ratio:.2g}"].append(name)
-        parts = [f"that of {names[0]}{f' and {len(names) - 1} more' if names[1:] else ''} is "
-                 f"{ratio} times as large" for ratio, names in by_ratio.items()]
+        parts = [f"{ratio} times as large: {some_of(names)}" for ratio, names in by_ratio.items()]
         if not parts:
             return []
-        return ["at the same learning rate, the first updates of some parameters have a different "
-                f"size than without the edit: {'; '.join(parts[:4])}. Check that this is meant."]
+        return ["the first updates of some parameters, divided by the learning rate, have a "
+                f"different size than without the edit. {'; '.join(parts[:4])}. Check that this is "
+                "meant."]
 
     def notes_about_warnings(self):
         """Return the warnings that only the edited version prints."""
@@ -848,37 +848,39 @@ class Check:
 
     def check_begin(self):
         mine, theirs = self.base.report["initial"], self.committed().report["initial"]
-        remarks, differ = [], []
-        if new := len(mine.keys() - theirs.keys()):
-            remarks.append(f"{new} of {len(mine)} have new names and are not compared")
+        differ, were_set = [], defaultdict(list)  # {how: names}
         for name, (shape, crc, values, drawn) in mine.items():
             if name in theirs and theirs[name][0] == shape and theirs[name][1] != crc:
-                words = in_words_how_set(theirs[name][2], values)
-                if not words and drawn is not None and drawn == theirs[name][3]:
-                    words = "is changed after init_weights() has drawn it"
-                if words:
-                    remarks.append(f"{name} {words}")
-                else:
-                    differ.append(name)
+                how = in_words_how_set(theirs[name][2], values)
+                if not how and drawn is not None and drawn == theirs[name][3]:
+                    how = "changed after init_weights()"
+                (were_set[how] if how else differ).append(name)
         if not differ:
-            return holds("; ".join(remarks[:3]) + ("; ..." if remarks[3:] else ""))
+            new = len(mine.keys() - theirs.keys())
+            remarks = [f"{new} of {len(mine)} have new names and are not compared"] if new else []
+            remarks += [f"{how}: {some_of(names)}" for how, names in were_set.items()]
+            return holds("; ".join(remarks))
         return broken(f"{len(differ)} of {len(mine)} parameters differ",
                       "They are " + ", ".join(differ[:6]) + (", ..." if differ[6:] else "."))
 
+def some_of(names):
+    """Return the first of some names, and how many there are besides it."""
+    return names[0] + (f" and {len(names) - 1} more" if names[1:] else "")
+
 def in_words_how_set(before, now):
-    """Return how an edit has scaled a parameter, or to which value it has set it, or "".
+    """Return how an edit has scaled a parameter, or to which number it has set it, or "".
 
     before, now: some_values() of its initial values without and with the edit.
     """
     if len(now) == 1:
-        return f"is {now[0] + 0.0:g} everywhere"  # 0.0 turns -0 into 0
+        return f"{now[0] + 0.0:g} everywhere"  # 0.0 turns -0 into 0
     pairs = list(zip(before, now))
     old, new = max(pairs, key=lambda pair: abs(pair[0]))
     factor = new / old if old else 1.0
     # Less than eight values could have a common factor by chance
     scaled = len(pairs) == 8 and all(math.isclose(b, factor * a, rel_tol=1e-3) for a, b in pairs)
     if scaled and not math.isclose(factor, 1.0, rel_tol=1e-3):
-        return f"begins with {factor:.3g} times its values"
+        return f"{factor:.3g} times as large"
     return ""
 
 def notes_about_constants(log):

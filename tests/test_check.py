@@ -329,7 +329,7 @@ def test_each_broken_promise_is_reported_alone(tmp_path, promise, runs, text):
     assert (check.PROMISES[promise][1][:40] in printed) != (text == "other inputs or targets")
 
 @pytest.mark.parametrize("change, words", [
-    (lambda w: w * 0, "is 0 everywhere"), (lambda w: w * 0.1, "begins with 0.1 times its values"),
+    (lambda w: w * 0, "0 everywhere"), (lambda w: w * 0.1, "0.1 times as large"),
     (lambda w: w + 1, ""), (lambda w: torch.cat((w[1:], w[:1])), ""),
     (lambda w: w.masked_fill(torch.arange(30) == 29, 5.0), ""), (lambda w: w.roll(10), "")])
 def test_scaled_and_constant_initial_values_are_told_from_new_draws(change, words):
@@ -340,13 +340,14 @@ def test_scaled_and_constant_initial_values_are_told_from_new_draws(change, word
 def test_an_edit_that_sets_initial_weights_is_described(tmp_path):
     """Neither zero initialization nor a change after init_weights() is reported as broken."""
     before = {"v": [[2], 5, [1.0, 3.0], 6], "w": [[2], 8, [1.0, 3.0], 8], "x": [[1], 1, [1.0], 1]}
+    before["u"] = before["v"]
     now = {"v": [[2], 9, [1.0, 4.0], 6], "w": [[2], 7, [0.0], 7], "x": [[1], 1, [1.0], 1],
-           "new": [[1], 1, [1.0], 1]}
+           "u": [[2], 9, [1.0, 4.0], 6], "new": [[1], 1, [1.0], 1]}
     found = verdicts(tmp_path, no_committed="", base=({}, dict(initial=now)),
                      committed=({}, dict(initial=before)))
     assert found["begin"] == check.holds(
-        "1 of 4 have new names and are not compared; v is changed after init_weights() has drawn "
-        "it; w is 0 everywhere")
+        "1 of 5 have new names and are not compared; changed after init_weights(): v and 1 more; "
+        "0 everywhere: w")
 
 def test_what_init_weights_draws_is_told_from_what_is_set_afterwards():
     drawn = check_run.watch_draws(module := types.SimpleNamespace(
@@ -574,7 +575,7 @@ def test_first_updates_of_another_size_are_noted(tmp_path):
         return stub_check(tmp_path, "", **runs).notes_about_first_update()
     assert notes({"w": 1.1, "x": 0.9, "z": 5.0}) == []
     note, = notes({"w": 0.44, "x": 0.4402, "y": 2.0})
-    assert "that of w and 1 more is 0.44 times as large; that of y is 10 times as large." in note
+    assert "0.44 times as large: w and 1 more; 10 times as large: y. Check" in note
 
 def test_an_average_that_is_updated_for_each_optimizer_is_noted():
     """An average that is updated once, after the last optimizer, gives no note."""
