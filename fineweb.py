@@ -65,8 +65,11 @@ BATCH_BYTES = 2 << 20        # bytes of text per batch; with 64 KiB, tokenizing 
 class UserError(Exception):
     """An error that the user can correct. main() prints its message instead of a traceback."""
 
-def first_line(error):
-    """Return the first informative line of an exception's text, at most 160 characters long."""
+def summary_of(error):
+    """Return a line that says what an exception is about, at most 160 characters long.
+
+    It is the first line of the exception's text, or the second one if the first is only a heading.
+    """
     lines = str(error).strip().splitlines() or [type(error).__name__]
     only_a_heading = lines[0].endswith(":") and len(lines) > 1
     line = lines[1] if only_a_heading else lines[0]
@@ -95,7 +98,7 @@ def get_encoding(name):
     try:
         encoding = tiktoken.Encoding(**encoding_parts(name))
     except (OSError, ValueError) as e:  # the download failed or was damaged
-        raise UserError(f"The vocabulary of encoding={name} cannot be loaded ({first_line(e)}): "
+        raise UserError(f"The vocabulary of encoding={name} cannot be loaded ({summary_of(e)}): "
                         f"connect to the internet once, set TIKTOKEN_CACHE_DIR to a folder that "
                         f"contains it, or use --encoding=bytes.") from None
     if "<|endoftext|>" not in encoding.special_tokens_set:
@@ -130,13 +133,14 @@ def hugging_face_tokenizer(encoding, context):
     special_tokens |= {f"<|unused{i}|>": i for i in range(encoding.n_vocab) if i not in used}
     vocabulary |= special_tokens
     backend = Tokenizer(models.BPE(vocabulary, merges))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = to_letters
     if merges:  # the bytes encoding has no merges, so a text need not be split before merging
         # In tiktoken's patterns, the + in {1,3}+ makes the quantifier possessive. `tokenizers`
         # would read this + as a repetition. Removing it does not change what the pattern matches.
         pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", parts["pat_str"])
         pieces = pre_tokenizers.Split(Regex(pattern), "isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, backend.pre_tokenizer])
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, to_letters])
     backend.decoder = decoders.ByteLevel()
     in_order = sorted(special_tokens, key=special_tokens.get)
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in in_order])
@@ -194,7 +198,7 @@ def lock_folder(folder):
         raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose a "
                         f"different folder.") from None
     except (NotImplementedError, OSError) as e:  # some network disks do not support locks
-        print(f"{folder}/ cannot be locked ({first_line(e)}): make sure that no other run writes "
+        print(f"{folder}/ cannot be locked ({summary_of(e)}): make sure that no other run writes "
               f"to it.")
     return lock
 
@@ -208,6 +212,7 @@ def parse_flags(cls, doc, presets=None):
     """
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
+    # {name: comment} of lines such as "    seed: int = 1337    # determines the initial weights"
     comments = dict(re.findall(r"^ +(\w+) *:[^#\n]*# *(.*)$", inspect.getsource(cls), re.M))
     for field in dataclasses.fields(cls):
         values = [repr(field.default)]
@@ -305,7 +310,7 @@ def find_hub_files(source, remote_name):
         return [(url, fsspec.url_to_fs(url)[0].size(url)) for url in urls]
     except Exception as e:  # its class depends on the HTTP library
         raise UserError(f"source={source} is not a folder here, and its remote_name={remote_name} "
-                        f"cannot be fetched from {hub} ({first_line(e)}): check both names and the "
+                        f"cannot be fetched from {hub} ({summary_of(e)}): check both names and the "
                         f"network, or try a mirror: HF_ENDPOINT=https://hf-mirror.com.") from None
 
 def read_batches(urls, start_file, start_row):
@@ -336,7 +341,7 @@ def read_batches(urls, start_file, start_row):
             # The first row that could not be read, counted from 1
             failed_row = row + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
-                            f"{first_line(e)}): repair the file or the network, and repeat the "
+                            f"{summary_of(e)}): repair the file or the network, and repeat the "
                             f"command to resume.") from None
         row = 0  # the next file is read from its start
 
@@ -524,20 +529,20 @@ class Shard(NamedTuple):
     documents: int  # number of documents that start in it
     end: Place
 
-def settings_of(cfg, files, shards):
-    """Return the settings, {name: value}, that a manifest of these Shards would contain now.
+def manifest_settings(cfg, files, shards):
+    """Return the settings, {name: value}, that belong into a manifest of these Shards.
 
-    They determine the content of the shards: shard_size, encoding, and the name and size of each
-    file that was read. find_finished() compares them with those in the manifest.
+    They are everything that determines the content of the shards: shard_size, the encoding, and the
+    name and size of each file that was read. find_finished() compares them with those in the
+    manifest.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    if shards:
-        # All files up to the one in which the last shard ends. If it ends at the end of the corpus,
-        # file_number is len(files), so a file that is added later changes these settings
-        end = shards[-1].end
-        for number, (url, size) in enumerate(files[:end.file_number + 1]):
-            settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    # The files before the one in which the last shard ends, and this one. At the end of the corpus,
+    # there is none with this number. If one has been added since then, it changes the settings
+    n_read = shards[-1].end.file_number + 1 if shards else 0
+    for number, (url, size) in enumerate(files[:n_read]):
+        settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
 def read_manifest(path):
@@ -553,7 +558,7 @@ def read_manifest(path):
                                 documents=int(entry["documents"]), end=end))
         return settings, shards
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} cannot be read ({type(e).__name__}: {first_line(e)}): restore it, "
+        raise UserError(f"{path} cannot be read ({type(e).__name__}: {summary_of(e)}): restore it, "
                         f"or delete it together with all shards to make them again.") from None
 
 def write_manifest(cfg, files, shards):
@@ -563,7 +568,7 @@ def write_manifest(cfg, files, shards):
         entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
                         "file": shard.end.file_number, "row": shard.end.row,
                         "used": shard.end.offset})
-    manifest = {"settings": settings_of(cfg, files, shards), "shards": entries}
+    manifest = {"settings": manifest_settings(cfg, files, shards), "shards": entries}
     content = json.dumps(manifest, indent=1).encode()
     write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
 
@@ -581,7 +586,7 @@ def write_into_local_dir(cfg, name, write):
     try:
         write_whole(Path(cfg.local_dir, name), write)
     except OSError as e:
-        raise UserError(f"local_dir={cfg.local_dir} cannot be written ({first_line(e)}): free disk "
+        raise UserError(f"local_dir={cfg.local_dir} cannot be written ({summary_of(e)}): free disk "
                         f"space or allow writing, and repeat the command to resume after the last "
                         f"finished shard.") from None
 
@@ -604,7 +609,7 @@ def find_finished(cfg, files):
                             f"were made: restore it, or choose a different --local_dir.")
         return []
     settings_before, shards = read_manifest(manifest)
-    settings_now = settings_of(cfg, files, shards)
+    settings_now = manifest_settings(cfg, files, shards)
     changes = []
     for name in settings_before | settings_now:
         before = settings_before.get(name, "absent")
@@ -627,9 +632,11 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     n_files: the number of files. A last shard that is not full ends at Place(n_files, 0, 0).
     The yielded array is overwritten with the next shard.
     """
-    shard = np.empty(shard_size, dtype)
+    buffer = np.empty(shard_size, dtype)
     filled = 0
-    to_skip = start.offset  # how many of the next tokens belong to earlier shards
+    # How many of the tokens from start.row on belong to earlier shards. (If batches have become
+    # smaller since then, these tokens may fill more than one)
+    to_skip = start.offset
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
@@ -637,16 +644,16 @@ def cut_shards(results, shard_size, dtype, start, n_files):
             to_skip -= position
             while position < len(tokens):
                 part = tokens[position:position + shard_size - filled]
-                shard[filled:filled + len(part)] = part
+                buffer[filled:filled + len(part)] = part
                 filled += len(part)
                 position += len(part)
                 bar.update(len(part))
                 if filled == shard_size:
-                    yield shard, Place(file_number, row, offset=position)
+                    yield buffer, Place(file_number, row, offset=position)
                     filled = 0
                     bar.reset()
     if filled:
-        yield shard[:filled], Place(n_files, 0, 0)
+        yield buffer[:filled], Place(n_files, 0, 0)
 
 def add_shards(cfg, files, finished):
     """Make the shards that come after `finished`, and return them as Shards.

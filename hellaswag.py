@@ -35,7 +35,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from fineweb import UserError, first_line, get_encoding, write_whole
+from fineweb import UserError, get_encoding, summary_of, write_whole
 
 DATA = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 TOTAL = 10_042    # questions in the validation split
@@ -74,7 +74,7 @@ def iterate_examples(split="val"):
         lines = DATA.read_bytes().splitlines()
         return iter(checked_examples([json.loads(line) for line in lines]))
     except (OSError, ValueError, KeyError) as e:
-        raise UserError(f"{DATA} is damaged ({first_line(e)}): delete it, and it will be "
+        raise UserError(f"{DATA} is damaged ({summary_of(e)}): delete it, and it will be "
                         f"downloaded again.") from None
 
 def checked_examples(examples):
@@ -108,7 +108,7 @@ def download():
         lines = [json.dumps(example).encode() + b"\n" for example in examples]
         write_whole(DATA, lambda file: file.writelines(lines))
     except Exception as e:  # errors of the hub's client, HTTP and pyarrow have no common class
-        reason = first_line(e.__cause__ or e)
+        reason = summary_of(e.__cause__ or e)
         raise UserError(f"HellaSwag cannot be downloaded from {hub} ({reason}): connect to the "
                         f"internet, name a mirror in HF_ENDPOINT, or put the questions at {DATA}."
                         ) from None
@@ -270,10 +270,10 @@ def ending_losses(model, tokens, is_ending):
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     # For each of the n targets that belong to an ending, compute its loss (n,) and its row (n,).
     # nonzero() lists these targets in the same order as indexing with in_ending.
-    losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
-    row_of_loss = in_ending.nonzero()[:, 0].cpu()
+    token_losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
+    row_of_token = in_ending.nonzero()[:, 0].cpu()
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64
-    return sums.index_add_(0, row_of_loss, losses.cpu().double())
+    return sums.index_add_(0, row_of_token, token_losses.cpu().double())
 
 def evaluate(model, questions, progress=False):
     """Return the Score of a model, which is the same on every rank and for any number of ranks.
@@ -326,7 +326,7 @@ def load_model(name, device):
         model.config.use_cache = False  # saves memory: 5 GB of keys and values with GPT-2 XL
         return model.float().to(device).eval(), encode
     except Exception as e:  # errors of the hub, HTTP, safetensors, ... have no common class
-        raise UserError(f"-m {name} cannot be loaded on -d {device} ({first_line(e)}): give the "
+        raise UserError(f"-m {name} cannot be loaded on -d {device} ({summary_of(e)}): give the "
                         f"name of a model on the hub, such as gpt2, or a folder, such as log/hf."
                         ) from None
 

@@ -66,8 +66,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 # fineweb.py tokenizes FineWeb-Edu. It also contains the helpers that all three scripts share
 from fineweb import (  # noqa: E402
-    UserError, encoding_parts, first_line, get_encoding, hugging_face_tokenizer, lock_folder,
-    make_config, parse_flags, remove_unfinished, token_dtype, write_whole)
+    UserError, encoding_parts, get_encoding, hugging_face_tokenizer, lock_folder, make_config,
+    parse_flags, remove_unfinished, summary_of, token_dtype, write_whole)
 
 # ---- Constants. --help prints the comment at the end of each line
 @dataclass(frozen=True)
@@ -98,7 +98,7 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
     epochs: float = 0.0             # passes over the data; if above 0, they determine max_steps
-    minutes: float = 0.0            # if above 0, train for as many steps as fit into these minutes
+    minutes: float = 0.0            # if above 0, trial steps show how many steps fit into this time
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -141,14 +141,8 @@ FINETUNE = dict(
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
 # weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
-# When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std.
-#
-# For edits: draw_later() sets each element of the weight to PLACEHOLDER, and init_weights() draws
-# only elements that still have this value. So an edit to a layer may set some elements itself. But
-# an edit that multiplies a weight changes this value, and an edit that copies a weight into a new
-# parameter does not copy init_std. Such weights are not drawn and stay very large, so
-# check_parameters() reports them before the first step
-PLACEHOLDER = 2.0**17
+# When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std
+PLACEHOLDER = 2.0**17  # For edits: the value of elements that are still to be drawn (see below)
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
@@ -171,8 +165,12 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # For edits: elements that have been set to other values are not drawn (see PLACEHOLDER)
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
+
+# For edits: since only elements with the value PLACEHOLDER are drawn, a layer may set some elements
+# of its weight itself, for example to 0. If it multiplies the weight or copies it into a new
+# parameter, the result is not drawn and stays very large. check_parameters() reports this before
+# the first step
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and names, as in seed_from(cfg.seed, "wte")."""
@@ -221,7 +219,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        self.dropout = nn.Dropout(config.dropout)
+        self.dropout = nn.Dropout(config.dropout)  # applied by scaled_dot_product_attention()
 
     def forward(self, x):
         B, T, C = x.shape
@@ -305,18 +303,19 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, vocab_size)
-        # The padding is not part of the vocabulary. With logits of -inf, its probability is 0. (If
-        # its columns were dropped here instead, a compiled step on an H100 would take 5% longer. If
-        # the mask came after float(), a step with B=64 would need 6 GiB more)
-        # For edits: if a loss uses the logits of all tokens, as label smoothing does, compute it
-        # from logits[..., :self.config.n_vocab], since otherwise it would be infinite
+        # Give the padding the probability 0. (If its columns were dropped before the loss, a
+        # compiled step on an H100 would take 5% longer. If the mask came after float(), a step with
+        # B=64 would need 6 GiB more)
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill(padding, -math.inf).float()
         loss = None
+        # For edits: compute a loss that uses the logits of all tokens, such as one with label
+        # smoothing, from logits[..., :self.config.n_vocab]. With the padding, it would be infinite
         if targets is not None:
             total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
             loss = total / (targets != -100).sum().clamp(min=1)  # 0 if all targets are ignored
-        return (logits[..., :self.config.n_vocab] if return_logits else None), loss
+        logits = logits[..., :self.config.n_vocab]  # without the padding
+        return (logits if return_logits else None), loss
 
     @torch.no_grad()
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
@@ -419,10 +418,10 @@ class DataLoaderLite:
         row_order = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(row_order[n_read_of_shard]) * self.T          # 17 * 8 = 136
         if self.recut:
-            # In this epoch, each row begins `shift` tokens earlier than usual, where shift < T. But
-            # no row can begin before token 0. For example, with T = 8 and shift = 3, the rows of a
-            # shard begin at tokens 0, 5, 13, 21 and so on, so its first two rows overlap. With the
-            # factor 0.618, the shifts of consecutive epochs are very different
+            # In this epoch, each row begins `shift` tokens earlier than usual, where shift < T.
+            # (With the factor 0.618, the shifts of consecutive epochs are very different.) Only the
+            # first row of a shard still begins at token 0. For example, with T = 8 and shift = 3,
+            # rows begin at tokens 0, 5, 13, 21 and so on, so the first two overlap
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -453,9 +452,9 @@ class DataLoaderLite:
         # For edits: these are copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds the four orders that are in use at a time: the order of the shards, and the order
-# of the rows in the current shard, both for the training data and for the validation data. Orders
-# of the rows in all shards would need too much memory
+# order_of() caches the four orders that locate() needs again and again: the order of the shards and
+# the order of the rows in the current shard, for the training data and for the validation data. The
+# orders of the rows in all shards would need too much memory
 @lru_cache(maxsize=4)
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
@@ -540,13 +539,14 @@ class Muon(torch.optim.Optimizer):
                 # c_attn stacks three matrices, for query, key and value. For edits: a c_attn with
                 # a different shape is treated as one matrix
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
-                for weight, G in zip(p.chunk(n), ahead.chunk(n)):  # weight is a view of p
+                for weight, G in zip(p.chunk(n), ahead.chunk(n)):
                     if G.size(0) > G.size(1):  # wide matrices are cheaper, so transpose tall ones
                         weight, G = weight.mT, G.mT
                     by_shape[G.shape].append((weight, G))
             for shape, batch in by_shape.items():
                 longer_side = shape[1]  # now all matrices are wide or square
                 weights, matrices = zip(*batch)
+                # Each weight is a view of p, so changing it in place changes p
                 for weight, update in zip(weights, newton_schulz(torch.stack(matrices))):
                     weight.mul_(1 - group["lr"] * group["weight_decay"])
                     weight.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(longer_side))
@@ -580,8 +580,8 @@ def store_initial_values(optimizers):
     """Copy the lr and the other values of each optimizer group to group["initial"].
 
     build_state() calls this function after configure_optimizers(). Each step of training changes
-    group["lr"], but step_optimizers() always needs the initial one. When a run is resumed, initial
-    values also show what has been edited (see load_optimizer).
+    group["lr"], but step_optimizers() always needs the initial one. The other values are for
+    resuming a run: if an initial value is not the same as in the checkpoint, it was edited.
 
     For edits: if training adds an optimizer or a group, call this function again.
     """
@@ -645,7 +645,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions (a hellaswag.Prepared); None if it is off
-    folder: "RunFolder | None"    # writes to log_dir; None in the trial steps that `minutes` needs
+    folder: "RunFolder | None"    # writes to log_dir; None in the trial steps of steps_that_fit()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -693,10 +693,10 @@ def read_step(run):
 def train_step(run):
     """Take one optimizer step. Return the loss and the norm of the gradient.
 
-    With several processes, each returns a different loss, and the mean of these is the loss of the
-    step. The norm is measured before clipping, and is the same in all processes. Both values are
-    tensors on the device, so that train() waits for the GPU only once per step. (In float16, this
-    function also waits, since GradScaler has to know whether a gradient overflowed.)
+    With several processes, each returns its part of the loss, and the sum of these is the loss of
+    the step. The norm is measured before clipping, and is the same in all processes. Both values
+    are tensors on the device, so that train() waits for the GPU only once per step. (In float16,
+    this function also waits, since GradScaler has to know whether a gradient overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
@@ -715,14 +715,14 @@ def train_step(run):
         with ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
-            # `loss` is the mean over this micro-batch's targets, but the loss of the step is the
-            # mean over all targets of the step. backward() adds up the gradients of the
-            # micro-batches, so multiply `loss` by the micro-batch's fraction of the targets. (All
-            # fractions are equal, unless targets are masked.) DDP's mean divides by world_size()
-            fraction = (y != -100).sum() / n_targets
-            loss = loss * fraction * world_size()
-            state.scaler.scale(loss).backward()
-        step_loss = step_loss + loss.detach()
+            # `loss` is the mean over this micro-batch's targets. The loss of the step, which is the
+            # mean over all targets of the step, is a sum with one part for each micro-batch. (The
+            # fractions are equal, unless targets are masked)
+            part = loss * ((y != -100).sum() / n_targets)
+            # Gradients of micro-batches are added up, but DDP takes the mean over the processes,
+            # not their sum. So multiply by world_size()
+            state.scaler.scale(part * world_size()).backward()
+        step_loss = step_loss + part.detach()
         state.tokens += x.numel() * world_size()
     ddp_model.eval()
     for optimizer in state.optimizers:
@@ -747,7 +747,7 @@ def step_optimizers(state, cfg, norm):
             # For group["initial"], see store_initial_values()
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
-        # GradScaler.step() alone would skip only the optimizer of the affected parameter
+        # GradScaler.step() alone would skip it for AdamW only or for Muon only
         if not state.scaler.is_enabled() or norm.isfinite():
             state.scaler.step(optimizer)
         optimizer.zero_grad()
@@ -771,7 +771,9 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (This does
+            # nothing at steps from which the run can be resumed anyway, such as step 0 of a new
+            # model, whose weights the seed determines)
             check_weights(run)
             run.folder.save_in_background(state)
         if due(cfg.eval_every, run):
@@ -792,7 +794,7 @@ def train(run):
         record_duration(run, time.perf_counter() - start)
         # train_step() has incremented state.step, so `step` is the step that was just taken
         check_step(run, step, losses, norms)
-        report_step(run, step, loss=statistics.fmean(losses), norm=norms[0])  # norms are equal
+        report_step(run, step, loss=sum(losses), norm=norms[0])  # norms are equal
         stopped = any(signals)
     finish(run, stopped)
 
@@ -812,9 +814,45 @@ def train(run):
 #                 restore_checkpoint()  in a resumed run: all weights and the rest of State
 #         train()             calls finish() at the end
 #
-# The sections below are not in this order. The first ones read checkpoints and weights, then come
-# the command line and what it uses (processes, data, checks, the run's folder), and then setting
-# up, monitoring and the end of a run
+# After main() and run_command(), the sections are: reading checkpoints and weights, which the
+# constants depend on; the constants; processes, data, checks, saving and the run's folder, which
+# setting up depends on; setting up; monitoring; and the end of a run
+def main():
+    """Do what the command line asks. On a UserError, print its message and exit with status 1."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process: nothing to save yet
+    code_checksum()  # it is computed now and cached, since the file may be edited during the run
+    try:
+        run_command(parse_flags(Config, __doc__, PRESETS))
+        if dist.is_initialized():
+            # The DDP model, which uses the process group, was deleted when run_command() returned
+            dist.destroy_process_group()
+    except Exception as error:
+        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+            error = UserError("Out of memory. Choose a smaller --B; it trains the same model.")
+        if isinstance(error, UserError):
+            print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
+        else:
+            traceback.print_exc()
+        if dist.is_initialized():
+            os._exit(1)  # a normal exit would wait for other processes, which may wait for this one
+        sys.exit(1)
+
+def run_command(flags):
+    """Train, or print samples. flags: {name: text} of the flags that were given."""
+    # The device comes first, because it determines how processes communicate
+    device = set_up_device(flags.get("device", Config.device))
+    if "RANK" in os.environ:
+        join_processes(device)
+    cfg, origin, opening_text = resolve_config(flags, device)
+    if cfg.sample:
+        sample_only(cfg, origin, device)
+        return
+    print0(opening_text)
+    run = set_up(cfg, origin, device)
+    del origin  # frees the memory of the weights or the checkpoint
+    with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
+        train(run)
 
 # ---- Reading checkpoints. A checkpoint is a dict with these entries:
 #
@@ -851,7 +889,7 @@ def read_checkpoint(path, mmap=True):
         if "gpt_config" not in content:
             raise ValueError("this script did not write it")
     except Exception as e:  # reading a damaged file may raise any exception
-        raise UserError(f"{path} cannot be read as a checkpoint ({first_line(e)}).") from None
+        raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}).") from None
     return converted_to_todays_format(content)
 
 def newest_checkpoint(folder):
@@ -870,10 +908,10 @@ def checkpoint_to_use(folder):
     """
     found = find_checkpoints(folder)  # {step: path}, the newest first
     paths = list(found.values())
-    # The validation losses of these checkpoints. A checkpoint need not have been validated
+    # {step: validation loss} of these checkpoints. A checkpoint need not have been validated
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
-    if losses and losses[max(losses)] > min(losses.values()):
-        best_step = min(losses, key=losses.get)
+    latest_step, best_step = max(losses, default=0), min(losses, key=losses.get, default=0)
+    if latest_step != best_step and losses[latest_step] > losses[best_step]:
         paths.sort(key=lambda path: path != found[best_step])  # try this one first
     return first_undamaged(paths, folder)
 
@@ -910,9 +948,9 @@ def read_metrics(folder):
 def code_checksum():
     """Return a CRC-32 of the code that a run depends on, without comments.
 
-    It covers three parts: this file without Config, SMALL and FINETUNE; encoding_parts() in
-    fineweb.py, which determines the tokens of a text; and any module of your own that this file
-    imports from its folder.
+    It covers three parts: this file without Config, SMALL and FINETUNE, whose values are compared
+    one by one (see check_same_training); encoding_parts() in fineweb.py, which determines the
+    tokens of a text; and any module of your own that this file imports from its folder.
     """
     path = Path(__file__)
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -985,7 +1023,7 @@ def load_hugging_face(name):
         check_same_function(model, hf_model, end_of_text=n_vocab - 1)
     except Exception as e:  # reading files and downloading may raise any exception
         raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
-                        f"be loaded as a Hugging Face GPT-2 ({first_line(e)}): check the name."
+                        f"be loaded as a Hugging Face GPT-2 ({summary_of(e)}): check the name."
                         ) from None
     return model
 
@@ -1014,7 +1052,7 @@ def save_hugging_face(model, folder, encoding=None):
         tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
     except (RuntimeError, ValueError) as e:
         raise UserError("transformers would give different results "
-                        f"({first_line(e)})") from None
+                        f"({summary_of(e)})") from None
     transformers.logging.disable_progress_bar()
     hf_model.save_pretrained(folder, max_shard_size="50GB")  # in one file
     if encoding:
@@ -1068,9 +1106,9 @@ def read_weights(name):
 
 def weights_in_checkpoint(content, source):
     """Return the Weights of eval_model. content: what read_checkpoint() returned."""
-    constants = dict(content["gpt_config"])
-    constants.pop("dropout", None)  # the same weights can be trained with and without dropout
-    return Weights(source, constants, content["encoding"], content["eval_model"],
+    model_constants = dict(content["gpt_config"])
+    model_constants.pop("dropout", None)  # the same weights can be trained with or without dropout
+    return Weights(source, model_constants, content["encoding"], content["eval_model"],
                    content.get("code"))
 
 def gpt_config_of_run(cfg, encoding, weights=None):
@@ -1119,60 +1157,31 @@ def load_weights(model, weights):
         model.load_state_dict(own | weights.tensors)
     except RuntimeError as e:  # names or shapes do not match
         raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
-                        f"({first_line(e)}): use the code that the weights were made with."
+                        f"({summary_of(e)}): use the code that the weights were made with."
                         ) from None
 
 # ---- The command line and the constants. After resolve_config(), only max_steps can still change
 PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 
-def main():
-    """Do what the command line asks. On a UserError, print its message and exit with status 1."""
-    sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process: nothing to save yet
-    code_checksum()  # it is computed now and cached, since the file may be edited during the run
-    try:
-        run_command(parse_flags(Config, __doc__, PRESETS))
-        if dist.is_initialized():
-            # The DDP model, which uses the process group, was deleted when run_command() returned
-            dist.destroy_process_group()
-    except Exception as error:
-        if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-            error = UserError("Out of memory. Choose a smaller --B; it trains the same model.")
-        if isinstance(error, UserError):
-            print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
-        else:
-            traceback.print_exc()
-        if dist.is_initialized():
-            os._exit(1)  # a normal exit would wait for other processes, which may wait for this one
-        sys.exit(1)
-
 @dataclass
 class Origin:
-    """What a command builds its model from.
+    """What a command starts from.
 
-    Commands with --sample and new runs with init_from have weights, and resumed runs have a
-    checkpoint. A new run from scratch has neither.
+        command                        to_load          checkpoint   determines_model
+        --sample                       Weights          None         the same Weights
+        a new run from scratch         None             None         None
+        a new run with init_from       Weights          None         the same Weights
+        a resumed run from scratch     None             its content  None
+        a resumed run with init_from   None             its content  the Weights in it
+
+    to_load: the Weights to load into the new model. checkpoint: what read_checkpoint() returned.
+    determines_model: the Weights that determine the model's constants and the encoding. If it is
+    None, Config determines them. (When a run from scratch is resumed, check_same_training() makes
+    sure that Config is still the same.)
     """
-    weights: Weights | None = None      # to load into the model
-    checkpoint: dict | None = None      # to resume the run from, as returned by read_checkpoint()
-    # The Weights whose model_constants the model gets. None if it gets those in Config
-    model_source: Weights | None = None
-
-def run_command(flags):
-    """Train, or print samples. flags: {name: text} of the flags that were given."""
-    # The device comes first, because it determines how processes communicate
-    device = set_up_device(flags.get("device", Config.device))
-    if "RANK" in os.environ:
-        join_processes(device)
-    cfg, origin, opening_text = resolve_config(flags, device)
-    if cfg.sample:
-        sample_only(cfg, origin, device)
-        return
-    print0(opening_text)
-    run = set_up(cfg, origin, device)
-    del origin  # frees the memory of the weights or the checkpoint
-    with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
-        train(run)
+    to_load: Weights | None = None
+    checkpoint: dict | None = None
+    determines_model: Weights | None = None
 
 def resolve_config(flags, device=torch.device("cpu")):
     """Return the Config, the Origin and the text to print first.
@@ -1180,15 +1189,14 @@ def resolve_config(flags, device=torch.device("cpu")):
     Each constant in Config gets its value from the last of these sources that sets it:
 
     1. Config
-    2. with the preset FINETUNE: max_lr and T are derived from the loaded model
+    2. with the preset FINETUNE: max_lr and T, derived from the Weights that determine the model
     3. the preset: SMALL or FINETUNE (see choose_preset)
     4. the flags, {name: text}
-    5. the loaded model: its constants and encoding. A flag with a different value raises UserError
+    5. the Weights that determine the model (see Origin): the constants of the model, and the
+       encoding. A flag with a different value raises UserError
 
-    The loaded model comes from `init_from` or, when such a run is resumed, from its checkpoint. A
-    run from scratch has no loaded model, even when it is resumed, since check_same_training() makes
-    sure that its constants have not been changed. --sample without `init_from` loads the model in
-    log_dir.
+    The files with these Weights are named by `init_from` and `log_dir`. So a first Config is made
+    without them, from the sources 1, 3 and 4.
 
     Finally, B is lowered if it does not divide a process's share of the batch. If max_steps depends
     on `epochs` or `minutes`, determine_max_steps() computes it once the data has been opened.
@@ -1201,24 +1209,19 @@ def resolve_config(flags, device=torch.device("cpu")):
     preset_name = choose_preset(data, flags)
     preset = PRESETS.get(preset_name, {})
     # make_config() converts the text of the flags. Values that are not given here come from Config
-    cfg = make_config(Config, {"data": data} | preset | flags)
-    weights, checkpoint = read_what_command_needs(cfg, device)
-    loaded = weights
-    if checkpoint and cfg.init_from != "scratch":
-        loaded = weights_in_checkpoint(checkpoint, cfg.log_dir)
-    model_line = ""
-    if loaded:
-        derived = derived_from_model(loaded) if preset_name == "FINETUNE" else {}
-        of_model = constants_of_model(loaded)
-        check_flags_against_model(flags, cfg, of_model, loaded.source)
-        before = cfg
+    first_cfg = cfg = make_config(Config, {"data": data} | preset | flags)
+    origin = find_origin(first_cfg, device)
+    model_line, weights = "", origin.determines_model
+    if weights:
+        derived = derived_from_model(weights) if preset_name == "FINETUNE" else {}
+        of_model = constants_of_model(weights)
+        check_flags_against_model(flags, first_cfg, of_model, weights.source)
         cfg = make_config(Config, {"data": data} | derived | preset | flags | of_model)
-        model_line = "\n" + describe_model(loaded.source, before, cfg)
+        model_line = "\n" + describe_model(weights.source, first_cfg, cfg)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    text = f"{note}{describe_preset(preset_name, cfg)}{model_line}"
-    return cfg, Origin(weights, checkpoint, model_source=loaded), text
+    return cfg, origin, f"{note}{describe_preset(preset_name, cfg)}{model_line}"
 
 def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
@@ -1254,11 +1257,8 @@ def read_newest_checkpoint(log_dir, device):
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
-def read_what_command_needs(cfg, device):
-    """Return the Weights and the checkpoint that a command needs. At least one of them is None.
-
-    Raise UserError if they cannot be read.
-    """
+def find_origin(cfg, device):
+    """Return the Origin of a command. Raise UserError if its weights cannot be read."""
     from_scratch = cfg.init_from == "scratch"
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
@@ -1267,11 +1267,16 @@ def read_what_command_needs(cfg, device):
         if from_scratch and not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
                             "or set --init_from.")
-        return read_weights(cfg.log_dir if from_scratch else cfg.init_from), None
+        weights = read_weights(cfg.log_dir if from_scratch else cfg.init_from)
+        return Origin(to_load=weights, determines_model=weights)
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if checkpoint is None and not from_scratch:
-        return read_weights(cfg.init_from), None
-    return None, checkpoint
+    if from_scratch:
+        return Origin(checkpoint=checkpoint)
+    if checkpoint:
+        weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
+        return Origin(checkpoint=checkpoint, determines_model=weights)
+    weights = read_weights(cfg.init_from)
+    return Origin(to_load=weights, determines_model=weights)
 
 def derived_from_model(weights):
     """Return good values for fine-tuning a model, as {name: value} of constants in Config."""
@@ -1459,7 +1464,7 @@ def check_gpu(device):
         torch.ones(1, device=device).item()  # fails if torch has no code for this GPU
     except torch.AcceleratorError as e:
         raise UserError(f"torch {torch.__version__} fails on {torch.cuda.get_device_name(device)} "
-                        f"({first_line(e)}). If it is an old GPU, install {OTHER_TORCH}") from None
+                        f"({summary_of(e)}). If it is an old GPU, install {OTHER_TORCH}") from None
 
 def keep_freed_memory():
     """Make glibc keep freed memory for the next step. Without glibc (macOS, Windows), do nothing.
@@ -1525,7 +1530,7 @@ def tokens_of_shard(shard):
     try:
         return np.load(shard, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as e:
-        raise UserError(f"{shard} is not a complete shard ({first_line(e)}): make it "
+        raise UserError(f"{shard} is not a complete shard ({summary_of(e)}): make it "
                         "again.") from None
 
 def open_data(cfg, encoding):
@@ -1660,24 +1665,6 @@ def unsavable_part(content):
     # np.number is allowed, because copy_to_host() turns it into a Python number before the save
     return None if isinstance(content, (torch.Tensor, np.number)) else content
 
-def check_same_attributes(state, saved):
-    """Raise ValueError if State and a checkpoint do not have the same objects and tensors.
-
-    saved: what state.state_dict() returned when the checkpoint was written.
-    """
-    for name, value in vars(state).items():
-        # An object or a tensor that was added after the checkpoint was written may have a wrong
-        # value, for example if it is a copy of the weights with which the run began
-        if name not in saved and (is_stateful(value) or has_tensors(value)):
-            raise ValueError(f"the checkpoint does not contain State.{name}")
-    for name, content in saved.items():
-        # If State no longer has an object that was saved, restore_state() would set the attribute
-        # to the dict that state_dict() returned for this object
-        value = getattr(state, name, None)
-        if isinstance(content, dict) and not (is_stateful(value) or isinstance(value, dict)):
-            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
-                             "State has none when it is created")
-
 def has_tensors(value):
     """Return whether a value is a tensor, or a list or dict that contains one."""
     if isinstance(value, dict):
@@ -1727,8 +1714,7 @@ def restore_state(state, saved):
     """Restore State's attributes from `saved`, which state.state_dict() returned.
 
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
-    set to its saved value. Raise ValueError if the objects and tensors in State are not the same as
-    those in `saved`.
+    set to its saved value. Raise ValueError if that is not possible (see check_same_attributes).
     """
     check_same_attributes(state, saved)
     device = next(state.raw_model.parameters()).device
@@ -1738,6 +1724,25 @@ def restore_state(state, saved):
             load_object(value, content)
         else:
             setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
+
+def check_same_attributes(state, saved):
+    """Raise ValueError if an attribute was added to State, or removed, that would then be wrong.
+
+    For edits: a number or a string may be added or removed at any time. But a new tensor or object
+    would not have the right value, for example if it is a copy of the weights with which the run
+    began. And an attribute that held an object when it was saved would become the dict that this
+    object's state_dict() returned.
+
+    saved: what state.state_dict() returned when the checkpoint was written.
+    """
+    for name, value in vars(state).items():
+        if name not in saved and (is_stateful(value) or has_tensors(value)):
+            raise ValueError(f"the checkpoint does not contain State.{name}")
+    for name, content in saved.items():
+        value = getattr(state, name, None)
+        if isinstance(content, dict) and not (is_stateful(value) or isinstance(value, dict)):
+            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
+                             "State has none when it is created")
 
 def load_object(value, content):
     """Load what content_of() returned into an object or a list of objects."""
@@ -1761,7 +1766,7 @@ def moved(content, device):
 # run is resumed, a value that was edited in the code gets its new value. Every other value is
 # restored from the checkpoint, since training may have changed it (for example, your own optimizer
 # may count steps in a group). To show what was edited, a checkpoint also contains the initial
-# values, which the code set when the run began. A value was edited if the code now sets a different
+# values, which the code set at the last start. A value was edited if the code now sets a different
 # initial value
 def load_optimizer(optimizer, content):
     """Load the content of a checkpoint into an optimizer, except for values that were edited.
@@ -1776,14 +1781,14 @@ def load_optimizer(optimizer, content):
     # groups must be moved here
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device if parameters else None
-    groups_now = optimizer.state_dict()["param_groups"]
-    groups = []
-    for now, saved in zip(groups_now, content["param_groups"], strict=True):
-        initial_then, initial_now = saved.get("initial", {}), now.get("initial", {})
-        edited = {name: copy.deepcopy(value) for name, value in initial_now.items()
-                  if name in initial_then and was_edited(initial_then[name], value)}
-        # Entries that the checkpoint lacks keep their values in `now`
-        groups.append(now | moved(saved, device) | edited | {"initial": initial_now})
+    groups = optimizer.state_dict()["param_groups"]  # these have the initial values of the code
+    for group, saved in zip(groups, content["param_groups"], strict=True):
+        initial_then, initial_now = saved.get("initial", {}), group.get("initial", {})
+        group.update(moved(saved, device))
+        group["initial"] = initial_now
+        for name, value in initial_now.items():
+            if name in initial_then and was_edited(initial_then[name], value):
+                group[name] = copy.deepcopy(value)
     optimizer.load_state_dict(content | {"param_groups": groups})
 
 def was_edited(initial_then, initial_now):
@@ -1873,8 +1878,9 @@ def check_same_training(checkpoint, cfg, fingerprint):
     The data and all constants must be the same, except that max_steps may grow, and the constants
     in FREE_TO_CHANGE may differ.
 
-    A run that has finished must also have the same code. It is not trained any further, but train()
-    evaluates it again, and the new result replaces the old one.
+    If this command does not train any further, because the run already has max_steps steps, the
+    code must be the same too: train() evaluates the run again, and the new result replaces the old
+    one. (If edited code continues to train a run, warnings_about() says so.)
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
@@ -1886,7 +1892,6 @@ def check_same_training(checkpoint, cfg, fingerprint):
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    # cfg.max_steps is the value of this command. It may be higher than that in the checkpoint
     has_finished = checkpoint["state"]["step"] >= cfg.max_steps
     if has_finished and is_of_other_code(checkpoint.get("code")):
         values.append("train_gpt2.py was edited after it finished")
@@ -1910,8 +1915,8 @@ class RunFolder:
         self.executor = ThreadPoolExecutor(max_workers=1)
         self.last_save = None     # Future of the latest save, kept after it has finished
         self.last_plot = None     # Future of the latest plot
-        # The step from which the run can be resumed: that of the newest checkpoint, or 0 if the
-        # model is new, since the seed then determines its weights
+        # The step from which the run can be resumed without a save: that of the newest checkpoint,
+        # or 0 if the model is new. None if the pretrained weights must be saved first
         self.resumable_step = 0 if cfg.init_from == "scratch" else None
         self.host_buffers = {}    # host memory of the latest save, reused by the next one
 
@@ -1989,8 +1994,8 @@ class RunFolder:
         except (OSError, RuntimeError, UserError) as e:
             while e.__context__:  # torch.save raises a RuntimeError that hides an OSError
                 e = e.__context__
-            print0(f"!!! NOT SAVED at step {step}: {first_line(e)}. Earlier checkpoints are kept.")
-            return first_line(e)
+            print0(f"!!! NOT SAVED at step {step}: {summary_of(e)}. Earlier checkpoints are kept.")
+            return summary_of(e)
         self.resumable_step, seconds = step, time.perf_counter() - start
         print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
         self.prune(step)
@@ -2075,8 +2080,8 @@ def set_up(cfg, origin, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     checkpoint, encoding = origin.checkpoint, get_encoding(cfg.encoding)
-    if origin.model_source:
-        check_model_fits(origin.model_source, cfg, encoding)
+    if origin.determines_model:
+        check_model_fits(origin.determines_model, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
     cfg = replace(cfg, max_steps=determine_max_steps(cfg, origin, device, loaders))
@@ -2161,10 +2166,10 @@ def build_run(cfg, origin, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    gpt_config = gpt_config_of_run(cfg, encoding, origin.model_source)
+    gpt_config = gpt_config_of_run(cfg, encoding, origin.determines_model)
     raw_model = build_model(cfg, gpt_config).to(device)
-    if origin.weights:
-        load_weights(raw_model, origin.weights)
+    if origin.to_load:
+        load_weights(raw_model, origin.to_load)
     state = build_state(raw_model, cfg, dtype)
     if origin.checkpoint:
         restore_checkpoint(state, origin.checkpoint, cfg.log_dir)
@@ -2200,7 +2205,7 @@ def restore_checkpoint(state, checkpoint, log_dir):
     try:
         state.load_state_dict(checkpoint["state"])
     except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
-        raise UserError(f"The run in {log_dir}/ does not fit train_gpt2.py ({first_line(e)}): undo "
+        raise UserError(f"The run in {log_dir}/ does not fit train_gpt2.py ({summary_of(e)}): undo "
                         "the edit, or choose a different --log_dir.") from None
 
 def wrap_in_ddp(raw_model):
@@ -2303,7 +2308,7 @@ def check_step(run, step, losses, norms):
     losses, norms: those of a step, one value per process.
     """
     fail_if(problem_with_norms(step, norms), run)
-    fail_if(problem_with_loss(run, step, statistics.fmean(losses), norms[0]), run)
+    fail_if(problem_with_loss(run, step, sum(losses), norms[0]), run)
 
 def check_weights(run):
     """If processes have different weights, write this to run.json and raise UserError."""
@@ -2461,7 +2466,7 @@ def print_sample(run):
 
 def sample_only(cfg, origin, device):
     """Print cfg.sample samples from the weights in `origin`, computed in float32."""
-    encoding, weights = get_encoding(cfg.encoding), origin.weights
+    encoding, weights = get_encoding(cfg.encoding), origin.to_load
     model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights)).to(device)
     load_weights(model, weights)
     print0(f"Samples from {weights.source}:")
@@ -2566,7 +2571,7 @@ def export(run):
         print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and "
                "hellaswag.py")
     except Exception as e:  # for example, transformers may be missing
-        print0(f"Not exported: {first_line(e)}.")
+        print0(f"Not exported: {summary_of(e)}.")
 
 if __name__ == "__main__":
     main()

@@ -363,7 +363,7 @@ def variant_rows(variants, **size):
         try:
             ms, tokens, memory, mfu = measure(**arguments)
         except (RuntimeError, TimeoutError) as e:
-            yield cells(name, f"not measured: {t.first_line(e)}")
+            yield cells(name, f"not measured: {t.summary_of(e)}")
             continue
         first, before = first or ms, before or ms
         yield cells(name, f"{ms:.4g}", f"{first / ms:.3f}x", f"{before / ms:.3f}x",
@@ -661,7 +661,7 @@ def measured(figure):
         values = medians_in_turns(figure.rounds, *figure.sides)
     except Exception as e:  # after any error, measure the next figure
         value = np.inf if isinstance(e, TimeoutError) else np.nan
-        return value, f"not measured: {t.first_line(e)}"
+        return value, f"not measured: {t.summary_of(e)}"
     if len(values) == 1:
         return values[0], f"{values[0]:.3g}"
     ratio = values[0] / values[1]
@@ -804,7 +804,7 @@ def gpu(only, minutes):
         try:
             yield from parts[name]
         except Exception as e:  # after any error, run the next part
-            left_out.append(f"{name} ({t.first_line(e)})")
+            left_out.append(f"{name} ({t.summary_of(e)})")
     yield f"\nLeft out: {'; '.join(left_out) or 'nothing'}."
 
 # ---- the command line

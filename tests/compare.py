@@ -74,7 +74,7 @@ def read_finished_run(folder):
         seed = shared.pop("seed")
         del shared["log_dir"]
     except (OSError, ValueError, KeyError, TypeError) as e:
-        raise ValueError(f"it holds no run ({t.first_line(e)})") from None
+        raise ValueError(f"it holds no run ({t.summary_of(e)})") from None
     if "failed" in result:
         raise ValueError(f"the run failed: {result['failed']}")
     if "val" not in result:

@@ -467,7 +467,7 @@ def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     for weights in (of_transformers, of_checkpoint):
         monkeypatch.setattr(t, "read_weights", lambda name: weights)
         cfg, origin, _ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
-        made = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), origin.model_source)
+        made = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), origin.determines_model)
         assert cfg.width == made.width == 30.0
     with pytest.raises(t.UserError, match="width is 30.0 in the weights w: leave out --width"):
         t.resolve_config(flags | {"log_dir": str(tmp_path / "log"), "width": "31"})

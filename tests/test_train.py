@@ -93,7 +93,7 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
     cfg, origin, lines = t.resolve_config(given)
-    assert origin.weights is origin.model_source is weights and origin.checkpoint is None
+    assert origin.to_load is origin.determines_model is weights and origin.checkpoint is None
     gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights)
     assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
     assert "FINETUNE" in lines and "weights   weights sets encoding='bytes' (not 'gpt2')" in lines
