@@ -737,7 +737,11 @@ class Check:
         new = ", ".join(f"--{name}=..." for name in sorted(
             self.base.report["constants"].keys() - committed.report["constants"].keys()))
         setting = f"The edit adds a setting. If it switches the edit on, give it: {new}"
-        return broken("it has no effect on training", setting if new else "", (
+        added = [f"State.{name}" for name in one["attributes"] if name not in two["attributes"]]
+        unused = (f"The edit adds {', '.join(added)}, but training does not depend on it in these "
+                  f"steps. If it acts only under a condition, try --steps="
+                  f"{3 * self.plan.options.steps}.") if added else ""
+        return broken("it has no effect on training", setting if new else "", unused, (
             f"Compared with {self.plan.options.against} over {self.plan.options.steps} steps. "
             "Changes of constants that check.py sets itself, such as max_steps, do not show."))
 

@@ -111,6 +111,7 @@ def train_and_report(t, train, run, job):
     # Copies, since the hooks go on: later forward passes do not belong to training
     report, rows = dict(report), list(rows)
     report["tokens"] = getattr(run.state, "tokens", 0)
+    report["attributes"] = sorted(vars(run.state))
     now = unsaved_values(t, run)
     report["changed"] = [name for name in now if now[name] != unsaved.get(name)]
     report["in_both"] = training_and_validation(t, run, run.val_loader, rows)
@@ -1518,6 +1519,7 @@ def examine(run, tolerance):
         tolerance = max(tolerance, LOW_PRECISION)
     x, y = run.val_loader.batch(0, 2, run.device)
     report = examine_samples(model, x, T, tolerance) | {"notes": []}
+    drawn = noted(notes_about_drawn_tokens, model, run.device)
     try:
         report["later"] = (leak_problem(model, x, tolerance / 10)
                            or length_problem(model, x, tolerance))
@@ -1545,7 +1547,7 @@ def examine(run, tolerance):
     except Exception:
         report["training_term"] = None
     leaks = any(isinstance(report[name], list) for name in ("later", "later_in_training"))
-    report["notes"] += notes_in_training_mode(raw_model, x, y, leaks)
+    report["notes"] += drawn + notes_in_training_mode(raw_model, x, y, leaks)
     raw_model.eval()
     report["samples"] = report["samples"] or sample_problem_if_sharpened(model, x, T, tolerance)
     return report
@@ -1584,6 +1586,36 @@ def sample_problem(model, prompt, n, T, tolerance):
                         f"After {i} tokens generate() appends token {token}, but the arg max is "
                         f"{row.argmax().item()}."]
     return None
+
+def notes_about_drawn_tokens(model, device):
+    """Return a note if generate() draws a token less often than one that is less likely.
+
+    For this, forward() is replaced by a function that returns fixed logits.
+    """
+    n, chances, calls = 1000, {200: 0.5, 100: 0.3, 250: 0.15, 3: 0.05}, []  # {id: probability}
+    logits = torch.full((model.config.n_vocab,), -20.0, device=device)
+    for token, chance in chances.items():
+        logits[token] = math.log(chance)
+
+    def forward(idx, *args, **kwargs):
+        calls.append(idx)
+        return logits.expand(*idx.shape, -1), None
+    model.forward = forward
+    try:
+        prompts = torch.zeros((n, 1), dtype=torch.int64, device=device)
+        tokens = model.generate(prompts, 1, generator=GENERATOR(device).manual_seed(0))[:, -1]
+    finally:
+        del model.forward
+    counts = [(tokens == token).sum().item() for token in chances]
+    others = n - sum(counts)
+    is_usual = others < 0.02 * n and all(more + 0.05 * n > less
+                                         for more, less in itertools.pairwise(counts))
+    if is_usual or not calls:  # an edited generate() may not call forward()
+        return []
+    return [f"if four tokens have probabilities of 50%, 30%, 15% and 5%, generate() draws them "
+            f"{', '.join(map(str, counts))} times in {n} tries, and other tokens {others} times. "
+            "Perhaps it applies a mask to the wrong tokens, for example one of sorted "
+            "probabilities to unsorted ones."]
 
 def sample_problem_if_sharpened(model, x, T, tolerance):
     """Multiply the model's matrices by 4, and return what sample_problem() returns.

@@ -264,6 +264,7 @@ def finished(log, path, tensors, **report):
         "draws_without_grad": False, "seeds": False, "embedded": 512, "state_differs": [],
         "in_both": BOTH, "val_data": [[16], [1]],
         "initial": {"w": [[2], 7, [1.0, 2.0], 1]}, "first_update": {"w": 1.0},
+        "attributes": ["step"],
         "trained": {"w": zlib.crc32(str(log).encode())},
         "B_is_free": True, "eval_every_is_free": True, "constants": {"B": 4}} | report)
 
@@ -1050,6 +1051,29 @@ def test_tokens_just_before_that_have_no_influence_are_noted():
     note, = check_run.notes_about_context(lambda idx: (table[idx], None), x)
     assert "do not depend on any earlier one, so attention has no effect" in note
     assert check_run.notes_about_context(None, x[:, :7]) == []
+
+def test_a_generate_that_masks_the_wrong_tokens_is_noted():
+    """A mask of sorted probabilities belongs to sorted ones. Greedy sampling gives no note."""
+    class Sampler(torch.nn.Module):
+        config = types.SimpleNamespace(n_vocab=257)
+
+        def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
+            probs = self(idx)[0][:, -1].softmax(-1)
+            if self.kind == "greedy":
+                return probs.argmax(-1, keepdim=True)
+            if self.kind != "all":
+                values, order = probs.sort(dim=-1, descending=True)
+                left_out = values.cumsum(-1) - values > 0.9  # the fourth token and all after it
+                if self.kind == "right":
+                    left_out = torch.zeros_like(left_out).scatter(1, order, left_out)
+                probs = probs.masked_fill(left_out, 0.0)
+            return torch.multinomial(probs, 1, generator=generator)
+    model = Sampler()
+    for model.kind in ("all", "greedy", "right"):
+        assert check_run.notes_about_drawn_tokens(model, torch.device("cpu")) == []
+    model.kind = "wrong"
+    note, = check_run.notes_about_drawn_tokens(model, torch.device("cpu"))
+    assert "draws them 0, 0, 0, 1000 times in 1000 tries" in note and "forward" not in vars(model)
 
 def test_logits_of_the_padding_are_reported():
     """The cross-entropy is computed only if there is one logit for each token id."""
