@@ -98,7 +98,7 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
     epochs: float = 0.0             # passes over the data; if above 0, they determine max_steps
-    minutes: float = 0.0            # if above 0, trial steps show how many steps fit into this time
+    minutes: float = 0.0            # if above 0, train about this long, as trial steps predict
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -771,8 +771,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (This does
-            # nothing at steps from which the run can be resumed anyway, such as step 0 of a new
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
+            # written at steps from which the run can be resumed anyway, such as step 0 of a new
             # model, whose weights the seed determines)
             check_weights(run)
             run.folder.save_in_background(state)
