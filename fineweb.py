@@ -530,7 +530,7 @@ class Shard(NamedTuple):
     end: Place
 
 def manifest_settings(cfg, files, shards):
-    """Return the settings, {name: value}, that belong into a manifest of these Shards.
+    """Return the settings, {name: value}, that belong in a manifest of these Shards.
 
     They are everything that determines the content of the shards: shard_size, the encoding, and the
     name and size of each file that was read. find_finished() compares them with those in the

@@ -305,7 +305,7 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, vocab_size)
         # Give the padding the probability 0. (If its columns were dropped before the loss, a
         # compiled step on an H100 would take 5% longer. If the mask came after float(), a step with
-        # B=64 would need 6 GiB more)
+        # B=64 would need 6 GiB more.) For edits: change logits, for example cap them, before this
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill(padding, -math.inf).float()
         loss = None
@@ -2360,8 +2360,8 @@ def problem_with_loss(run, step, loss, norm):
         return None
     return (f"Step {step} has loss {loss:g} and gradient norm {norm:g}: the model "
             "has diverged. Most often --max_lr is too high. Other causes are the data (ids beyond "
-            "the vocabulary, zeros), float16, an edit (for example a loss that uses the padding's "
-            "logits, which are -inf), or cuDNN's attention, which "
+            "the vocabulary, zeros), float16, an edit (for example one that uses or changes the "
+            "padding's logits, which are -inf), or cuDNN's attention, which "
             "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To start again from before this step, use "
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
 

@@ -126,6 +126,7 @@ DEFAULTS = {"dtype": "float32", "compile": False, "hellaswag_every": 0, "sample_
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
 LAST_CHECKPOINT = object()  # init_from of a run: the last checkpoint of the run before it
 LOSSES = ("train", "val", "hella")
+UNSAVED = "changed during training and is not saved"
 TIMES = re.compile(  # metrics that always differ, for example data_ms
     "minute|second|time|speed|tok/s|tokens_per|memory|"
     "(?<![a-z])(sec|ms|us|mem|[kmg]i?b|tps|mfu)(?![a-z])", re.I)
@@ -511,6 +512,8 @@ class Check:
             # may wait in vain for others
             verdict = Verdict("BROKEN", "the run stops with an error", (str(error),),
                               is_explained=promise != "processes")
+        if verdict.outcome == "BROKEN" and any(UNSAVED in text for text in verdict.evidence):
+            self.named_unsaved = True
         if promise == "same":
             self.repeats = verdict.outcome == "holds"
         return verdict
@@ -522,8 +525,7 @@ class Check:
     def hint(self, *runs):
         """Name what changed during training and is not saved, which is the likely reason."""
         changed = ", ".join(sorted({what for run in runs for what in run.report["changed"]}))
-        self.named_unsaved = self.named_unsaved or bool(changed)
-        text = f"This changed during training and is not saved: {changed}.\n" if changed else ""
+        text = f"This {UNSAVED}: {changed}.\n" if changed else ""
         return text + self.noise(*runs)
 
     def noise(self, *runs):
@@ -749,8 +751,8 @@ class Check:
         """Return notes on values that are not saved, and on metrics that an edit has added."""
         notes, changed = [], ", ".join(self.base.report["changed"])
         if changed and not self.named_unsaved:
-            notes.append(f"this changed during training and is not saved: {changed}. If later "
-                         "steps depend on it, make it an attribute of State.")
+            notes.append(f"this {UNSAVED}: {changed}. If later steps depend on it, make it an "
+                         "attribute of State.")
         notes += self.notes_about_progress() + self.notes_about_first_update()
         notes += self.notes_about_processes() + self.notes_about_warnings()
         log = self.base.log
@@ -785,7 +787,7 @@ class Check:
         one, two = report["first_update"], before["first_update"]
         by_ratio = defaultdict(list)
         for name in one:
-            if name in two and report["initial"][name][0] == before["initial"][name][0]:
+            if two.get(name) and report["initial"][name][0] == before["initial"][name][0]:
                 ratio = one[name] / two[name]
                 if not 0.75 < ratio < 1.33:
                     by_ratio[f"{ratio:.2g}"].append(name)
@@ -856,7 +858,9 @@ class Check:
         for name, (shape, crc, values, drawn) in mine.items():
             if name in theirs and theirs[name][0] == shape and theirs[name][1] != crc:
                 how = in_words_how_set(theirs[name][2], values)
-                if not how and drawn is not None and drawn == theirs[name][3]:
+                # With init_from, the weights are loaded after init_weights()
+                from_scratch = self.plan.constants.get("init_from", "scratch") == "scratch"
+                if not how and from_scratch and drawn is not None and drawn == theirs[name][3]:
                     how = "changed after init_weights()"
                 (were_set[how] if how else differ).append(name)
         if not differ:
@@ -876,7 +880,7 @@ def in_words_how_set(before, now):
 
     before, now: some_values() of its initial values without and with the edit.
     """
-    if len(now) == 1:
+    if len(now) == 1 and math.isfinite(now[0]):
         return f"{now[0] + 0.0:g} everywhere"  # 0.0 turns -0 into 0
     pairs = list(zip(before, now))
     old, new = max(pairs, key=lambda pair: abs(pair[0]))

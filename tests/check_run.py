@@ -1592,8 +1592,9 @@ def notes_about_drawn_tokens(model, device):
 
     For this, forward() is replaced by a function that returns fixed logits.
     """
-    n, chances, calls = 1000, {200: 0.5, 100: 0.3, 250: 0.15, 3: 0.05}, []  # {id: probability}
-    logits = torch.full((model.config.n_vocab,), -20.0, device=device)
+    n, n_vocab, calls = 1000, model.config.n_vocab, []
+    chances = {n_vocab * 4 // 5: 0.5, n_vocab * 2 // 5: 0.3, n_vocab - 1: 0.15, 3: 0.05}
+    logits = torch.full((n_vocab,), -20.0, device=device)
     for token, chance in chances.items():
         logits[token] = math.log(chance)
 
@@ -1762,7 +1763,8 @@ def some_values(tensor):
     flat = tensor.detach().flatten().float()
     if not flat.numel() or (flat == flat[0]).all():
         return flat[:1].tolist()
-    return flat[::math.ceil(flat.numel() / 8)].tolist()
+    # Not every n-th value, which would all be in the same column of a matrix
+    return flat[torch.linspace(0, flat.numel() - 1, min(8, flat.numel())).long()].tolist()
 
 if __name__ == "__main__":
     be_a_run(json.loads(sys.argv[1]))

@@ -338,6 +338,23 @@ def test_scaled_and_constant_initial_values_are_told_from_new_draws(change, word
     before, now = check_run.some_values(w), check_run.some_values(change(w))
     assert check.in_words_how_set(before, now) == words
 
+def test_a_scaled_column_is_not_a_scaled_matrix():
+    w = torch.randn(48, 16, generator=torch.Generator().manual_seed(0))
+    changed = w.clone()
+    changed[:, 0] *= 0.5
+    values = [check_run.some_values(x) for x in (w, changed, w * 0.5)]
+    assert check.in_words_how_set(values[0], values[1]) == ""
+    assert check.in_words_how_set(values[0], values[2]) == "0.5 times as large"
+
+def test_what_is_not_saved_is_noted_unless_a_verdict_has_named_it(tmp_path):
+    changed = dict(changed=["self.calls in GPT"])
+    for continued, n in (({}, 1), ({(4, "val"): "4.1"}, 0)):
+        checking = stub_check(tmp_path, base=({}, changed), continued=(continued, {}))
+        for promise in check.PROMISES:
+            checking.verdict(promise)
+        notes = [note for note in checking.own_notes() if "self.calls in GPT" in note]
+        assert len(notes) == n
+
 def test_an_edit_that_sets_initial_weights_is_described(tmp_path):
     """Neither zero initialization nor a change after init_weights() is reported as broken."""
     before = {"v": [[2], 5, [1.0, 3.0], 6], "w": [[2], 8, [1.0, 3.0], 8], "x": [[1], 1, [1.0], 1]}
