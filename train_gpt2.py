@@ -168,7 +168,7 @@ def init_weights(model, seed):
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 # For edits: since only elements with the value PLACEHOLDER are drawn, a layer may set some elements
-# of its weight itself, for example to 0. If it multiplies the weight or copies it into a new
+# of its weight itself, for example to 0. But if it multiplies the weight, or copies it into a new
 # parameter, the result is not drawn and stays very large. check_parameters() reports this before
 # the first step
 
@@ -814,9 +814,9 @@ def train(run):
 #                 restore_checkpoint()  in a resumed run: all weights and the rest of State
 #         train()             calls finish() at the end
 #
-# After main() and run_command(), the sections are: reading checkpoints and weights, which the
-# constants depend on; the constants; processes, data, checks, saving and the run's folder, which
-# setting up depends on; setting up; monitoring; and the end of a run
+# The sections after main() and run_command() are not in this order. First come those that read
+# checkpoints and weights, then the constants, then what set_up() uses (processes, data, checks,
+# saving, the run's folder), and then setting up, monitoring and the end of a run
 def main():
     """Do what the command line asks. On a UserError, print its message and exit with status 1."""
     sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character

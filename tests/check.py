@@ -35,7 +35,8 @@ from pathlib import Path
 import torch
 
 import check_run
-from check_run import KILLED, SCRIPTS, SHORTEST_ROW, crc_of, places_in_scripts, tensors_of
+from check_run import (
+    KILLED, LOW_PRECISION, SCRIPTS, SHORTEST_ROW, crc_of, places_in_scripts, tensors_of)
 
 # {name: (the promise, the likely cause if it is broken)}
 PROMISES = {
@@ -402,8 +403,8 @@ class Plan:
         each, n = options.steps // 4, options.steps
         # A run is killed twice. An edit may do something only in the last steps, or so rarely that
         # only the first kill leaves enough steps to see what the restart has forgotten
-        self.saved = odd_step_before(n - 2)
-        self.first_saved = odd_step_before(n // 2)
+        self.saved = indivisible_step_before(n - 2)
+        self.first_saved = indivisible_step_before(n // 2)
         self.common = DEFAULTS | {
             "max_steps": options.steps, "eval_every": each, "save_every": self.saved,
             "warmup_steps": min(constants.get("warmup_steps", 0), each),
@@ -425,7 +426,7 @@ class Plan:
     def start_runs(self, lab, committed):
         """Start all runs, those first that others wait for. committed: a folder, or None."""
         lab.start("half", self.half)
-        examine = 5e-2 if self.low_precision else 1e-4
+        examine = LOW_PRECISION if self.low_precision else 1e-4
         lab.start("base", self.common, examine=examine)
         if not self.no_processes:
             lab.start("two", self.half, after="half", processes=2)
@@ -450,7 +451,7 @@ class Plan:
         if committed:
             lab.start("committed", self.common, scripts=committed, examine=examine)
 
-def odd_step_before(n):
+def indivisible_step_before(n):
     """Return the last step before n that no small number divides, or 2.
 
     An edit may do something in every second or fifth step.
@@ -598,7 +599,7 @@ class Check:
         if run.report["step"] != saved:
             return broken(f"it continues at step {run.report['step']} instead of step {saved}")
         verdict = self.compare_all(run, "without a kill",
-                                   f"with a kill after steps {self.plan.first_saved} and {saved}")
+                                   f"with kills after steps {self.plan.first_saved} and {saved}")
         if any(step < saved for step, _ in self.base.log.keys() - run.log.keys()):
             verdict.evidence += (
                 "A restart deletes log.txt from the first line of a later step on. After "
@@ -885,8 +886,8 @@ def in_words_how_set(before, now):
     pairs = list(zip(before, now))
     old, new = max(pairs, key=lambda pair: abs(pair[0]))
     factor = new / old if old else 1.0
-    # Less than eight values could have a common factor by chance
-    scaled = len(pairs) == 8 and all(math.isclose(b, factor * a, rel_tol=1e-3) for a, b in pairs)
+    # For a single value, there is always such a factor
+    scaled = len(pairs) > 1 and all(math.isclose(b, factor * a, rel_tol=1e-3) for a, b in pairs)
     if scaled and not math.isclose(factor, 1.0, rel_tol=1e-3):
         return f"{factor:.3g} times as large"
     return ""

@@ -33,7 +33,7 @@ import torch
 SCRIPTS = Path(__file__).resolve().parent.parent  # the folder of the scripts to check
 GENERATOR = torch.Generator  # watch_seeds() replaces the class in torch
 KILLED = 9  # exit status of a run that was to be killed
-LOW_PRECISION = 5e-2  # tolerance of logits that are computed in 16 bits, see examine()
+LOW_PRECISION = 5e-2  # the tolerance of logits that are computed in 16 bits
 # To find out whether validation data is trained on: the shortest row in tokens, since shorter ones
 # may be equal by chance, how many rows to compare, and in how many tokens of a file to search
 SHORTEST_ROW, MOST_ROWS, MOST_TOKENS = 32, 320, 2**21
@@ -440,8 +440,7 @@ def watch_seeds(state):
         return default_rng(seed)
 
     def note(seed):
-        # order_of() uses a tuple. Each validation reads the same rows, so it may repeat seeds
-        if isinstance(seed, int) and torch.is_grad_enabled():
+        if isinstance(seed, int):  # order_of() uses a tuple
             seeds[seed].add(state.step)
     torch.Generator, torch.manual_seed = Generator, manual_seed
     np.random.RandomState, np.random.default_rng = RandomState, seeded_default_rng
@@ -1022,7 +1021,8 @@ def notes_about_seeds(seeds):
         return []
     return [f"a random generator is seeded with {often[0]} in {len(seeds[often[0]])} steps, so "
             "it yields the same random numbers in each of them. If they should differ, derive the "
-            "seed from the step too: seed_from(cfg.seed, state.step)."]
+            "seed from the step too: seed_from(cfg.seed, state.step). (In validation, they should "
+            "be the same.)"]
 
 def notes_about_repeated_rows(rows):
     """Return a note if training reads rows several times. rows: arrays (T,) of token ids."""

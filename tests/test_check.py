@@ -252,6 +252,19 @@ def test_which_runs_are_planned(monkeypatch):
     assert "two cores" in plan().no_processes
     assert "GPUs" in plan(words=["--device=cuda:1"], device="cuda").no_processes
 
+def test_the_killed_run_is_continued_twice():
+    """It is killed after a save in the middle and after one near the end."""
+    lab = mock.Mock()
+    plan(words=[]).start_runs(lab, committed=None)
+    how = {call.args[0]: call.kwargs for call in lab.start.call_args_list}
+    flags = {call.args[0]: call.args[1] for call in lab.start.call_args_list}
+    assert how["killed"] == dict(kill_at=8, kill_after=7)
+    assert how["killed_again"] == dict(
+        kill_at=18, kill_after=17, after="killed", log_of="killed")
+    assert how["continued"] == dict(after="killed_again", log_of="killed")
+    saves = [flags[name]["save_every"] for name in ("killed", "killed_again", "continued")]
+    assert saves == [7, 17, 17]
+
 BOTH = {"files": [], "rows": 40, "equal_rows": 2, "only_val_rows": 0, "val_rows": 50,
         "equal_val_rows": 10}
 
@@ -639,8 +652,6 @@ def test_seeds_that_do_not_change_from_step_to_step_are_noted(monkeypatch):
     torch.Generator().manual_seed(7)
     for state.step in range(5):
         torch.manual_seed(state.step)
-        with torch.no_grad():  # as in validation
-            torch.manual_seed(7)
     assert check_run.notes_about_seeds(seeds) == []
     for state.step in range(5):
         noise = torch.randn(2, generator=torch.Generator().manual_seed(7))
