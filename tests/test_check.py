@@ -255,7 +255,7 @@ def test_which_runs_are_planned(monkeypatch):
 def test_the_killed_run_is_continued_twice():
     """It is killed after a save in the middle and after one near the end."""
     lab = mock.Mock()
-    plan(words=[]).start_runs(lab, committed=None)
+    plan(words=[], seed=1).start_runs(lab, committed=None)
     how = {call.args[0]: call.kwargs for call in lab.start.call_args_list}
     flags = {call.args[0]: call.args[1] for call in lab.start.call_args_list}
     assert how["killed"] == dict(kill_at=8, kill_after=7)
