@@ -387,7 +387,8 @@ def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
     assert t.read_run_json(run.log_dir)["result"]["minutes"] == times[-1]
     assert times[-1] == pytest.approx((22 * 0.5 + 6 * 99) / 60, abs=1e-5)
     other = Forked(run.log_dir, **words | dict(minutes=2))
-    assert other.wait() == 1 and one_line(other.err, "was not written with minutes=2", "leave out --minutes")
+    assert other.wait() == 1
+    one_line(other.err, "was not written with minutes=2", "leave out --minutes")
     longer = succeed(Forked(run.log_dir, max_steps=STEPS + 1))
     assert f"max_steps was {STEPS}, is {STEPS + 1}: the learning rate follows" in longer.out
     statuses, runs = together(2, place / "minutes 2", arrange={clock: (0.4, 0.6)}, **words)
