@@ -538,8 +538,8 @@ def manifest_settings(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # The file in which the last shard ends is included. If that is the end of the corpus, no file has
-    # this number yet, so a file that is added later changes the settings.
+    # The file in which the last shard ends is included. If that is the end of the corpus, no file
+    # has this number yet, so a file that is added later changes the settings.
     n_read = shards[-1].end.file_number + 1 if shards else 0
     for number, (url, size) in enumerate(files[:n_read]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
