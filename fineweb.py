@@ -320,7 +320,7 @@ def read_batches(urls, start_file, start_row):
     if a file cannot be read.
     """
     import fsspec  # datasets and torch depend on it, so it is always installed
-    row = start_row  # the first row of the current batch
+    row = start_row  # the first row of the current batch, or of the next one
     for file_number in range(start_file, len(urls)):
         url = urls[file_number]
         is_parquet = url.endswith(".parquet")
@@ -338,7 +338,8 @@ def read_batches(urls, start_file, start_row):
                     row += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            # The first row that could not be read, counted from 1
+            # The first row that could not be read, counted from 1. If text_of() failed, the batch
+            # already has some texts
             failed_row = row + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{summary_of(e)}): repair the file or the network, and repeat the "
@@ -533,15 +534,17 @@ def manifest_settings(cfg, files, shards):
     """Return the settings, {name: value}, that belong in a manifest of these Shards.
 
     They are everything that determines the content of the shards: shard_size, the encoding, and the
-    name and size of each file that was read. find_finished() compares them with those in the
-    manifest.
+    name and size of each file up to the one in which the last shard ends.
+
+    If the last shard ends with the corpus, its tokens would have been different if there had been
+    another file. So if one is added later, include it. Then the settings are not those in the
+    manifest, and find_finished() refuses to continue.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # The file in which the last shard ends is included. If that is the end of the corpus, no file
-    # has this number yet, so a file that is added later changes the settings.
-    n_read = shards[-1].end.file_number + 1 if shards else 0
-    for number, (url, size) in enumerate(files[:n_read]):
+    # At the end of the corpus, end.file_number is the number that an added file would have.
+    n_files = shards[-1].end.file_number + 1 if shards else 0
+    for number, (url, size) in enumerate(files[:n_files]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
@@ -609,6 +612,7 @@ def find_finished(cfg, files):
                             f"were made: restore it, or choose a different --local_dir.")
         return []
     settings_before, shards = read_manifest(manifest)
+    # The settings with which this command would make the same shards
     settings_now = manifest_settings(cfg, files, shards)
     changes = []
     for name in settings_before | settings_now:
@@ -620,7 +624,7 @@ def find_finished(cfg, files):
         raise UserError(f"The shards in {folder}/ were made with different settings or files "
                         f"({'; '.join(changes[:3])}): undo this change, or choose a different "
                         f"--local_dir.")
-    if changes:
+    if changes:  # there is only a validation shard
         return []
     return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
 
@@ -634,8 +638,8 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    # How many of the tokens from start.row on belong to earlier shards. (If batches have become
-    # smaller since then, these tokens may fill more than one)
+    # How many of the tokens from start.row on belong to earlier shards. (These tokens may fill
+    # several batches, if an edit has made batches smaller since the earlier shards were made)
     to_skip = start.offset
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:

@@ -59,10 +59,9 @@ class Score(NamedTuple):
 # ----------------------------------------------------------------------------------- questions
 # Download the questions once, and check them whenever they are read.
 def iterate_examples(split="val"):
-    """Return an iterator over HellaSwag's questions in file order.
+    """Read and check all of HellaSwag's questions. Return an iterator over them in file order.
 
-    Each question is a dict with at least "ctx" (text), "endings" (4 texts) and "label" (int). All
-    of them are read and checked before this function returns. If DATA is missing, they are first
+    Each question is a dict with at least "ctx" (text), "endings" (4 texts) and "label" (int). If DATA is missing, they are first
     downloaded and saved there. Raise UserError if that fails or if DATA is damaged, and ValueError
     if the split is not "val".
     """

@@ -88,7 +88,7 @@ class Config:
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
-    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a folder of a model, or a .pt file
+    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a run's folder, an HF folder, a .pt
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: AdamW, but Muon for matrices in blocks
     max_lr: float = 6e-4            # peak learning rate; with FINETUNE, the default is 0.1 / n_embd
@@ -98,7 +98,7 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
     epochs: float = 0.0             # passes over the data; if above 0, they determine max_steps
-    minutes: float = 0.0            # if above 0, train about this long, as trial steps predict
+    minutes: float = 0.0            # if above 0, time 20 steps first, and set max_steps to fit this
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -142,7 +142,12 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
 # weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
 # When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std
-PLACEHOLDER = 2.0**17  # For edits: the value of elements that are still to be drawn (see below)
+#
+# For edits: until then, the weight is filled with PLACEHOLDER, and only elements that still have
+# this value are drawn. So a layer may set some elements of its weight itself, for example to 0. But
+# if it multiplies the weight, or copies it into a new parameter, the result is not drawn and stays
+# very large. check_parameters() reports this before the first step
+PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
@@ -167,11 +172,6 @@ def init_weights(model, seed):
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
-# For edits: since only elements with the value PLACEHOLDER are drawn, a layer may set some elements
-# of its weight itself, for example to 0. But if it multiplies the weight, or copies it into a new
-# parameter, the result is not drawn and stays very large. check_parameters() reports this before
-# the first step
-
 def seed_from(*key):
     """Return a seed that is derived from numbers and names, as in seed_from(cfg.seed, "wte")."""
     numbers = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key]
@@ -187,8 +187,8 @@ class GPTConfig:
     weights determine all constants except dropout.
     """
     block_size: int = 1024   # longest context, in tokens
-    n_vocab: int = 50257     # number of token ids (in transformers, this is called vocab_size)
-    vocab_size: int = 50304  # rows of the embedding: n_vocab rounded up by padded(), as in nanoGPT
+    n_vocab: int = 50257     # number of token ids (transformers calls this number vocab_size)
+    vocab_size: int = 50304  # rows of the embedding, as in nanoGPT: padded(n_vocab), see below
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -309,8 +309,8 @@ class GPT(nn.Module):
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill(padding, -math.inf).float()
         loss = None
-        # For edits: compute a loss that uses the logits of all tokens, such as one with label
-        # smoothing, from logits[..., :self.config.n_vocab]. With the padding, it would be infinite
+        # For edits: if a loss uses the logits of all token ids, for example with label smoothing,
+        # compute it from logits[..., :self.config.n_vocab]. With the padding, it would be infinite
         if targets is not None:
             total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
             loss = total / (targets != -100).sum().clamp(min=1)  # 0 if all targets are ignored
@@ -576,21 +576,6 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
-def store_initial_values(optimizers):
-    """Copy the lr and the other values of each optimizer group to group["initial"].
-
-    build_state() calls this function after configure_optimizers(). Each step of training changes
-    group["lr"], but step_optimizers() always needs the initial one. The other values are for
-    resuming a run: if an initial value is not the same as in the checkpoint, it was edited.
-
-    For edits: if training adds an optimizer or a group, call this function again.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
 # ---- Training
 @dataclass
 class State:
@@ -625,9 +610,9 @@ class State:
         """
         return self.raw_model
 
-    # Part two, "Saving and restoring State", defines how attributes are saved and restored
+    # saved_form_of() and restore_state() in part two define how attributes are saved and restored
     def state_dict(self):
-        return {name: content_of(value) for name, value in vars(self).items()}
+        return {name: saved_form_of(value) for name, value in vars(self).items()}
 
     def load_state_dict(self, saved):
         restore_state(self, saved)
@@ -742,16 +727,17 @@ def step_optimizers(state, cfg, norm):
     A group that configure_optimizers() built with lr=max_lr gets the learning rate from get_lr(). A
     group that was built with a different lr, such as Muon's, follows the same curve, scaled.
     """
+    # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
+    # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
+    overflowed = state.scaler.is_enabled() and not norm.isfinite()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # For group["initial"], see store_initial_values()
+            # group["initial"] holds the values with which configure_optimizers() built the group
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
-        # In float16, skip the step if a gradient overflowed (update() then lowers the loss scale).
-        # GradScaler.step() alone would skip it for AdamW only or for Muon only
-        if not state.scaler.is_enabled() or norm.isfinite():
+        if not overflowed:
             state.scaler.step(optimizer)
         optimizer.zero_grad()
-    state.scaler.update()
+    state.scaler.update()  # after an overflow, this lowers the loss scale
 
 def due(every, run):
     """Return whether an action with the interval `every` (in steps, 0 = never) is due now.
@@ -771,11 +757,9 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (Nothing is
-            # written at steps from which the run can be resumed anyway, such as step 0 of a new
-            # model, whose weights the seed determines)
+            # Save before evaluating, so that no steps are lost if the evaluation fails
             check_weights(run)
-            run.folder.save_in_background(state)
+            run.folder.save_if_needed(state)
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag_data:
@@ -801,6 +785,10 @@ def train(run):
 
 # ==== Part two: what long runs need in practice
 #
+# A command starts a new run, resumes the run in log_dir or, with --sample, prints samples. A new
+# run and --sample may use the weights of a trained model (see Weights). A resumed run continues
+# from a checkpoint, which contains everything that later steps depend on
+#
 # How a run starts and ends:
 #
 #     main() calls run_command(), which calls
@@ -814,9 +802,9 @@ def train(run):
 #                 restore_checkpoint()  in a resumed run: all weights and the rest of State
 #         train()             calls finish() at the end
 #
-# The sections after main() and run_command() are not in this order. First come those that read
-# checkpoints and weights, then the constants, then what set_up() uses (processes, data, checks,
-# saving, the run's folder), and then setting up, monitoring and the end of a run
+# The first sections contain these functions in this order. The others contain what these functions
+# and train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring
+# and the end of a run
 def main():
     """Do what the command line asks. On a UserError, print its message and exit with status 1."""
     sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
@@ -844,362 +832,33 @@ def run_command(flags):
     device = set_up_device(flags.get("device", Config.device))
     if "RANK" in os.environ:
         join_processes(device)
-    cfg, origin, opening_text = resolve_config(flags, device)
+    cfg, weights, checkpoint, opening_text = resolve_config(flags, device)
     if cfg.sample:
-        sample_only(cfg, origin, device)
+        sample_only(cfg, weights, device)
         return
     print0(opening_text)
-    run = set_up(cfg, origin, device)
-    del origin  # frees the memory of the weights or the checkpoint
+    run = set_up(cfg, weights, checkpoint, device)
+    del weights, checkpoint  # the run does not need them any longer, so free their memory
     with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
         train(run)
 
-# ---- Reading checkpoints. A checkpoint is a dict with these entries:
-#
-#     state         State.state_dict(), from which a run is resumed
-#     eval_model    State.eval_model.state_dict(): the weights for samples, for the export and for
-#                   --init_from
-#     gpt_config    the GPTConfig of the model, as a dict
-#     encoding      the name of the encoding
-#     constants     the run's Config, as a dict
-#     data          the fingerprint of the training data
-#     code          the checksum of the code
-#
-# A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once.
-# The functions below check whether a file is damaged. They load only plain values, because loading
-# arbitrary Python objects could run code
-def find_checkpoints(folder):
-    """Return {step: path} of the checkpoints in a folder, the newest first."""
-    paths = Path(folder).glob("checkpoint_*.pt")
-    numbers = {path: path.stem.removeprefix("checkpoint_") for path in paths}
-    found = {int(number): path for path, number in numbers.items() if number.isdecimal()}
-    return dict(sorted(found.items(), reverse=True))
-
-def read_checkpoint(path, mmap=True):
-    """Verify a checkpoint's checksums, which torch.load ignores, and return its content.
-
-    mmap: whether to read tensors from the disk only when they are used. Raise UserError if the file
-    is damaged or is not a checkpoint.
-    """
-    try:
-        with zipfile.ZipFile(path) as archive:  # the format that torch.save writes
-            if archive.testzip():
-                raise ValueError("a checksum is wrong")
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        if "gpt_config" not in content:
-            raise ValueError("this script did not write it")
-    except Exception as e:  # reading a damaged file may raise any exception
-        raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}).") from None
-    return converted_to_todays_format(content)
-
-def newest_checkpoint(folder):
-    """Return the path of the newest undamaged checkpoint, or None if there is no checkpoint.
-
-    Raise UserError if all checkpoints are damaged.
-    """
-    return first_undamaged(list(find_checkpoints(folder).values()), folder)
-
-def checkpoint_to_use(folder):
-    """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
-
-    This is the newest checkpoint as long as the validation loss falls. If it has risen, this is the
-    checkpoint with the lowest validation loss. Skip damaged checkpoints. Return None if there is no
-    checkpoint.
-    """
-    found = find_checkpoints(folder)  # {step: path}, the newest first
-    paths = list(found.values())
-    # {step: validation loss} of these checkpoints. A checkpoint need not have been validated
-    losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
-    latest_step, best_step = max(losses, default=0), min(losses, key=losses.get, default=0)
-    if latest_step != best_step and losses[latest_step] > losses[best_step]:
-        paths.sort(key=lambda path: path != found[best_step])  # try this one first
-    return first_undamaged(paths, folder)
-
-def first_undamaged(paths, folder):
-    """Return the first path of an undamaged checkpoint, or None if there are no paths.
-
-    Raise UserError if all checkpoints are damaged.
-    """
-    for path in paths:
-        try:
-            read_checkpoint(path)  # raises UserError if it is damaged
-            return path
-        except UserError as e:
-            print0(f"{e} Trying another checkpoint.")
-    if paths:
-        raise UserError(f"Every checkpoint in {folder}/ is damaged: choose a different --log_dir.")
-    return None
-
-def read_run_json(folder):
-    """Return the content of a run's run.json."""
-    return json.loads(Path(folder, "run.json").read_text())
-
-def read_metrics(folder):
-    """Return {metric: [(step, value), ...]} from a run's log.txt."""
-    path, metrics = Path(folder, "log.txt"), defaultdict(list)
-    text = path.read_text(errors="replace") if path.exists() else ""
-    # Leave out lines with nan or inf, which cannot be plotted
-    for step, metric, value in re.findall(r"^(\d+) (.+) (-?[\d.]+(?:e-\d+)?)$", text, re.M):
-        metrics[metric].append((int(step), float(value)))
-    return metrics
-
-# ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
-@lru_cache
-def code_checksum():
-    """Return a CRC-32 of the code that a run depends on, without comments.
-
-    It covers three parts: this file without Config, SMALL and FINETUNE, whose values are compared
-    one by one (see check_same_training); encoding_parts() in fineweb.py, which determines the
-    tokens of a text; and any module of your own that this file imports from its folder.
-    """
-    path = Path(__file__)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    tree = ast.parse("\n".join(lines))
-    for node in tree.body:
-        name = ""
-        if isinstance(node, ast.ClassDef):
-            name = node.name
-        elif isinstance(node, ast.Assign):
-            name = ast.unparse(node.targets[0])
-        if name in ("Config", "SMALL", "FINETUNE"):  # blank out its lines
-            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    lines += inspect.getsource(encoding_parts).splitlines()
-    for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
-        lines += module.read_text(encoding="utf-8").splitlines()
-    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
-    return zlib.crc32("\n".join(filter(None, lines)).encode())
-
-def modules_beside(path, seen):
-    """Return the .py files that a file imports from its own folder, directly or indirectly.
-
-    seen: names of modules to leave out.
-    """
-    imported, found = set(), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported |= {node.module or alias.name for alias in node.names}
-    for name in imported - seen:
-        module = path.with_name(f"{name}.py")
-        if module.exists():
-            found |= {module, *modules_beside(module, seen | {name})}
-    return found
-
-def is_of_other_code(checksum):
-    """Return whether a checkpoint's code checksum is known and differs from the current one."""
-    return checksum not in (None, code_checksum())
-
-# ---- Hugging Face. A model is read or exported only if transformers computes the same logits.
-
-# Hugging Face's GPT-2 stores these matrices as (in, out), and nn.Linear as (out, in)
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-
-def load_hugging_face(name):
-    """Return the GPT in a Hugging Face folder or hub repository.
-
-    Raise UserError if it cannot be loaded or does not return the same logits as transformers.
-    """
-    try:
-        import transformers
-        transformers.logging.disable_progress_bar()
-        hf_model, info = transformers.GPT2LMHeadModel.from_pretrained(
-            name, output_loading_info=True)
-        c = hf_model.config
-        n_vocab = c.vocab_size  # transformers uses the name vocab_size for the number of token ids
-        model = GPT(GPTConfig(
-            block_size=c.n_positions, n_vocab=n_vocab, vocab_size=padded(n_vocab),
-            n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
-        source, target = hf_model.state_dict(), model.state_dict()
-        if info["missing_keys"]:  # transformers has given these weights random values
-            raise ValueError(f"it lacks {min(info['missing_keys'])}")
-        if unknown := source.keys() - target.keys():
-            raise ValueError(f"GPT in train_gpt2.py has no {min(unknown)}")
-        for key, weight in source.items():
-            weight = weight.t() if key.endswith(TRANSPOSED) else weight
-            # target[key] shares its memory with the model. Only its first rows are overwritten,
-            # since our embedding is padded
-            target[key][:len(weight)].copy_(weight)
-        check_same_function(model, hf_model, end_of_text=n_vocab - 1)
-    except Exception as e:  # reading files and downloading may raise any exception
-        raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
-                        f"be loaded as a Hugging Face GPT-2 ({summary_of(e)}): check the name."
-                        ) from None
-    return model
-
-def save_hugging_face(model, folder, encoding=None):
-    """Write the model and its tokenizer to a folder that transformers can load.
-
-    Raise UserError if transformers would return different logits or token ids.
-    """
-    import transformers
-    model = copy.deepcopy(model).to("cpu")  # check_same_function() compares on the CPU
-    c = model.config
-    end = encoding.eot_token if encoding else c.n_vocab - 1
-    hf_model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
-        n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
-        n_ctx=c.block_size))  # llama.cpp's converter requires n_ctx
-    hf_model.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
-    weights = {}
-    for key, weight in model.state_dict().items():
-        if key in ("transformer.wte.weight", "lm_head.weight"):
-            weight = weight[:c.n_vocab]
-        weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
-    try:
-        hf_model.load_state_dict(weights)
-        check_same_function(model, hf_model, end)
-        tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
-    except (RuntimeError, ValueError) as e:
-        raise UserError("transformers would give different results "
-                        f"({summary_of(e)})") from None
-    transformers.logging.disable_progress_bar()
-    hf_model.save_pretrained(folder, max_shard_size="50GB")  # in one file
-    if encoding:
-        tokenizer.save_pretrained(folder)
-
-@torch.no_grad()
-def check_same_function(ours, hf_model, end_of_text):
-    """Raise ValueError if our model and a Hugging Face model return different logits.
-
-    Both models must be on the CPU.
-    """
-    c = ours.config
-    idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    # Put an end-of-text token in the middle. If an edit stops attention there, the logits differ,
-    # because transformers' model has no such rule
-    idx[0, c.block_size // 2] = end_of_text
-    theirs = hf_model.float().eval()(idx).logits
-    differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
-    if not differences.max() < 1e-3:  # also true for NaN
-        raise ValueError(f"logits differ by {differences.max():.1%}")
-
-# ---- Weights and constants of a trained model. They may come from an edited copy of this file, or
-# from Hugging Face, so they may not fit the GPT in this file
-@dataclass
-class Weights:
-    """The weights of a trained model, and what is known about the model."""
-    source: str                # the file, folder or hub name that the weights come from
-    model_constants: dict      # the known constants of the model's GPTConfig, except dropout
-    encoding_name: str | None  # None if it is unknown
-    tensors: dict              # the state_dict of a GPT
-    code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
-
-def read_weights(name):
-    """Return the Weights from a .pt file, a run's folder, a Hugging Face folder or the hub.
-
-    Raise UserError if they cannot be read.
-    """
-    if name.endswith(".pt") or find_checkpoints(name):
-        path = name if name.endswith(".pt") else str(checkpoint_to_use(name))
-        weights = weights_in_checkpoint(read_checkpoint(path), path)
-        if is_of_other_code(weights.code):
-            print0(f"Note: {path} was written by different code.")
-        return weights
-    model = load_hugging_face(name)
-    # 257 ids are 256 bytes and <|endoftext|>
-    encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
-    # For edits: a constant that you have added to GPTConfig is unknown to transformers
-    known = ("block_size", "n_vocab", "vocab_size", "n_layer", "n_head", "n_embd")
-    constants = {key: getattr(model.config, key) for key in known}
-    return Weights(name, constants, encoding_name, model.state_dict())
-
-def weights_in_checkpoint(content, source):
-    """Return the Weights of eval_model. content: what read_checkpoint() returned."""
-    model_constants = dict(content["gpt_config"])
-    model_constants.pop("dropout", None)  # the same weights can be trained with or without dropout
-    return Weights(source, model_constants, content["encoding"], content["eval_model"],
-                   content.get("code"))
-
-def gpt_config_of_run(cfg, encoding, weights=None):
-    """Return the GPTConfig of the model that a command builds.
-
-    weights: the Weights that determine the model. If it is None, cfg and the encoding determine it.
-    """
-    # The constants that both classes have: n_layer, n_head, n_embd and dropout
-    in_both = {name: getattr(cfg, name)
-               for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
-    if weights is None:
-        return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
-                         vocab_size=padded(encoding.n_vocab), **in_both)
-    # Constants that are unknown come from cfg: dropout and, for edits, constants that did not exist
-    # when the weights were trained
-    return make_gpt_config(in_both | weights.model_constants, weights.source)
-
-def make_gpt_config(constants, source):
-    """Return GPTConfig(**constants). source: where the weights came from (for the error message).
-
-    Raise UserError if GPTConfig lacks a constant.
-    """
-    if unknown := constants.keys() - asdict(GPTConfig()).keys():
-        raise UserError(f"{source} was made with the constant {min(unknown)}, which GPTConfig in "
-                        "train_gpt2.py lacks. Add it to GPTConfig, or use the code that the "
-                        "weights were made with.")
-    return GPTConfig(**constants)
-
-def load_pretrained(cls, source, constants):
-    """Return a model of class `cls` (GPT) with the weights in `source` (see from_pretrained)."""
-    weights = source if isinstance(source, Weights) else read_weights(str(source))
-    model = cls(make_gpt_config(weights.model_constants | constants, weights.source))
-    load_weights(model, weights)
-    return model
-
-def load_weights(model, weights):
-    """Load weights into a model. Tensors missing from the weights keep the model's values.
-
-    Raise UserError if names or shapes do not match.
-    """
-    own = model.state_dict()
-    if missing := own.keys() - weights.tensors.keys():
-        print0(f"!!! {weights.source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
-               "initial values that the code gives them.")
-    try:
-        model.load_state_dict(own | weights.tensors)
-    except RuntimeError as e:  # names or shapes do not match
-        raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
-                        f"({summary_of(e)}): use the code that the weights were made with."
-                        ) from None
-
-# ---- The command line and the constants. After resolve_config(), only max_steps can still change
+# ---- The constants, and what a command starts from. After resolve_config(), only max_steps can
+# still change: if it depends on `epochs` or `minutes`, set_up() computes it from the data or the
+# speed of trial steps
 PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 
-@dataclass
-class Origin:
-    """What a command starts from.
-
-        command                        to_load          checkpoint   determines_model
-        --sample                       Weights          None         the same Weights
-        a new run from scratch         None             None         None
-        a new run with init_from       Weights          None         the same Weights
-        a resumed run from scratch     None             its content  None
-        a resumed run with init_from   None             its content  the Weights in it
-
-    to_load: the Weights to load into the new model. checkpoint: what read_checkpoint() returned.
-    determines_model: the Weights that determine the model's constants and the encoding. If it is
-    None, Config determines them. (When a run from scratch is resumed, check_same_training() makes
-    sure that Config is still the same.)
-    """
-    to_load: Weights | None = None
-    checkpoint: dict | None = None
-    determines_model: Weights | None = None
-
 def resolve_config(flags, device=torch.device("cpu")):
-    """Return the Config, the Origin and the text to print first.
+    """Return the Config, the Weights and the checkpoint to start from, and the text to print first.
 
-    Each constant in Config gets its value from the last of these sources that sets it:
+    flags: {name: text}. The Config is made in four steps:
 
-    1. Config
-    2. with the preset FINETUNE: max_lr and T, derived from the Weights that determine the model
-    3. the preset: SMALL or FINETUNE (see choose_preset)
-    4. the flags, {name: text}
-    5. the Weights that determine the model (see Origin): the constants of the model, and the
-       encoding. A flag with a different value raises UserError
-
-    The files with these Weights are named by `init_from` and `log_dir`. So a first Config is made
-    without them, from the sources 1, 3 and 4.
-
-    Finally, B is lowered if it does not divide a process's share of the batch. If max_steps depends
-    on `epochs` or `minutes`, determine_max_steps() computes it once the data has been opened.
+    1. Choose the data and the preset. A constant has the value in Config, unless the preset has
+       another value or, above all, a flag is given.
+    2. Read the weights or the checkpoint that the command starts from (see find_start).
+    3. If there are weights, set the constants of the model and the encoding to those of the
+       weights. A flag with a different value raises UserError. The preset FINETUNE also needs a
+       max_lr and a T that suit this model, unless the preset or a flag sets them.
+    4. Lower B if it does not divide a process's share of the batch.
     """
     if "max_steps" in flags:
         # --max_steps overrides `epochs` and `minutes` in Config and in the presets, but not the
@@ -1207,21 +866,20 @@ def resolve_config(flags, device=torch.device("cpu")):
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    preset = PRESETS.get(preset_name, {})
-    # make_config() converts the text of the flags. Values that are not given here come from Config
-    first_cfg = cfg = make_config(Config, {"data": data} | preset | flags)
-    origin = find_origin(first_cfg, device)
-    model_line, weights = "", origin.determines_model
+    chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
+    cfg = make_config(Config, chosen)
+    weights, checkpoint = find_start(cfg, device)
+    weights_line = ""
     if weights:
-        derived = derived_from_model(weights) if preset_name == "FINETUNE" else {}
-        of_model = constants_of_model(weights)
-        check_flags_against_model(flags, first_cfg, of_model, weights.source)
-        cfg = make_config(Config, {"data": data} | derived | preset | flags | of_model)
-        model_line = "\n" + describe_model(weights.source, first_cfg, cfg)
+        check_flags_against_weights(flags, cfg, weights)
+        suggested = values_for_fine_tuning(weights) if preset_name == "FINETUNE" else {}
+        adapted = make_config(Config, suggested | chosen | constants_of_model(weights))
+        weights_line = "\n" + describe_weights(weights.source, before=cfg, after=adapted)
+        cfg = adapted
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, origin, f"{note}{describe_preset(preset_name, cfg)}{model_line}"
+    return cfg, weights, checkpoint, f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
 
 def choose_data(flags):
     """Return the training data and a note to print, which is "" unless this is the quick start."""
@@ -1244,6 +902,42 @@ def choose_preset(data, flags):
         return ""
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
+def find_start(cfg, device):
+    """Return the Weights and the checkpoint that a command starts from. Both may be None.
+
+        command                            Weights                    checkpoint
+        --sample                           those to sample from       None
+        new run with init_from=scratch     None                       None
+        new run with init_from=gpt2        those of gpt2              None
+        resumed run (init_from=scratch)    None                       the newest in log_dir
+        resumed run (init_from=gpt2)       those in the checkpoint    the newest in log_dir
+
+    The Weights determine the constants of the model. If they are None, Config determines them. If
+    there is no checkpoint, the Weights are also loaded into the model.
+
+    A checkpoint is what read_checkpoint() returned. Raise UserError if a file cannot be read.
+    """
+    if cfg.init_from == "resume":
+        raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
+                        "the same --log_dir. Leave out --init_from=resume.")
+    if cfg.sample:
+        return read_weights_to_sample_from(cfg), None
+    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
+    if cfg.init_from == "scratch":
+        return None, checkpoint
+    if checkpoint:
+        return weights_in_checkpoint(checkpoint, cfg.log_dir), checkpoint
+    return read_weights(cfg.init_from), None
+
+def read_weights_to_sample_from(cfg):
+    """Return the Weights in init_from or, if this constant is not set, those in log_dir."""
+    if cfg.init_from != "scratch":
+        return read_weights(cfg.init_from)
+    if not find_checkpoints(cfg.log_dir):
+        raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, or "
+                        "set --init_from.")
+    return read_weights(cfg.log_dir)
+
 def read_newest_checkpoint(log_dir, device):
     """Return the content of the newest undamaged checkpoint, or None. Rank 0 chooses it."""
     path = newest_checkpoint(log_dir) if rank() == 0 else None
@@ -1257,29 +951,15 @@ def read_newest_checkpoint(log_dir, device):
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
-def find_origin(cfg, device):
-    """Return the Origin of a command. Raise UserError if its weights cannot be read."""
-    from_scratch = cfg.init_from == "scratch"
-    if cfg.init_from == "resume":
-        raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
-                        "the same --log_dir. Leave out --init_from=resume.")
-    if cfg.sample:
-        if from_scratch and not find_checkpoints(cfg.log_dir):
-            raise UserError(f"log_dir={cfg.log_dir} holds no weights to sample from: train first, "
-                            "or set --init_from.")
-        weights = read_weights(cfg.log_dir if from_scratch else cfg.init_from)
-        return Origin(to_load=weights, determines_model=weights)
-    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if from_scratch:
-        return Origin(checkpoint=checkpoint)
-    if checkpoint:
-        weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
-        return Origin(checkpoint=checkpoint, determines_model=weights)
-    weights = read_weights(cfg.init_from)
-    return Origin(to_load=weights, determines_model=weights)
+def check_flags_against_weights(flags, cfg, weights):
+    """Raise UserError for a flag that contradicts the weights. cfg: has the values of the flags."""
+    for name, value in constants_of_model(weights).items():
+        if name in flags and getattr(cfg, name) != value:
+            raise UserError(f"{name} is {value} in the weights {weights.source}: leave out "
+                            f"--{name}.")
 
-def derived_from_model(weights):
-    """Return good values for fine-tuning a model, as {name: value} of constants in Config."""
+def values_for_fine_tuning(weights):
+    """Return good values of max_lr and T for fine-tuning a model, as {name: value}."""
     # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this max_lr
     # is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
     return {"max_lr": 0.1 / weights.model_constants["n_embd"],
@@ -1296,26 +976,7 @@ def constants_of_model(weights):
         values["encoding"] = weights.encoding_name
     return values
 
-def check_flags_against_model(flags, cfg, values, source):
-    """Raise UserError for a flag that contradicts a constant of the loaded model.
-
-    cfg: the Config with the values of the flags. values: what constants_of_model() returned.
-    source: where the weights came from.
-    """
-    for name in flags.keys() & values.keys():
-        if getattr(cfg, name) != values[name]:
-            raise UserError(f"{name} is {values[name]} in the weights {source}: leave out "
-                            f"--{name}.")
-
-def describe_preset(preset_name, cfg):
-    """Return a description of the preset: its name, the reason for it, and its values in cfg."""
-    if not preset_name:
-        return "settings  Config, since data is a folder of shards"
-    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in ("data", *PRESETS[preset_name]))
-    reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
-    return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
-
-def describe_model(source, before, after):
+def describe_weights(source, before, after):
     """Return a line about loaded weights: their source, and the constants that they change.
 
     before, after: the Config without and with these changes.
@@ -1324,6 +985,14 @@ def describe_model(source, before, after):
     changed = [f"{name}={after[name]!r} (not {before[name]!r})" for name in after
                if after[name] != before[name]]
     return f"weights   {source} sets {', '.join(changed) or 'no constant'}"
+
+def describe_preset(preset_name, cfg):
+    """Return a description of the preset: its name, the reason for it, and its values in cfg."""
+    if not preset_name:
+        return "settings  Config, since data is a folder of shards"
+    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in ("data", *PRESETS[preset_name]))
+    reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
+    return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
 
 def check_config(cfg):
     """Raise UserError if a constant has a value that cannot work.
@@ -1358,6 +1027,188 @@ def fitting_B(cfg):
     rows = max(1, rows_of_step(cfg, 0) // world_size())
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
+# ---- Setting up a run. The log and the export in log_dir are not touched until the data, the
+# checkpoint and the model have been checked
+def set_up(cfg, weights, checkpoint, device):
+    """Return the Run for train(). cfg, weights, checkpoint: what resolve_config() returned.
+
+    Raise UserError if the data, the checkpoint and the code do not fit together.
+    """
+    encoding = get_encoding(cfg.encoding)
+    if weights:
+        check_weights_fit(weights, cfg, encoding)
+    loaders = open_data(cfg, encoding)
+    fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
+    cfg = replace(cfg, max_steps=determine_max_steps(cfg, weights, checkpoint, device, loaders))
+    if checkpoint:
+        check_same_training(checkpoint, cfg, fingerprint)
+    folder = RunFolder(cfg, fingerprint, lock)
+    run = build_run(cfg, weights, checkpoint, device, loaders, folder)
+    catch_signals(run.signal_came)
+    warnings = warnings_about(run, checkpoint)
+    folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
+    lines = [description(run, checkpoint), *(f"!!! {warning}" for warning in warnings)]
+    print0("\n".join(lines))
+    return run
+
+def check_weights_fit(weights, cfg, encoding):
+    """Raise UserError if a loaded model has the wrong vocabulary or too short a context."""
+    n_vocab, block_size = weights.model_constants["n_vocab"], weights.model_constants["block_size"]
+    if n_vocab != encoding.n_vocab or cfg.T > block_size:
+        raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
+                        f"context of {block_size}, but encoding={cfg.encoding} has "
+                        f"{encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
+
+def determine_max_steps(cfg, weights, checkpoint, device, loaders):
+    """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
+
+    A resumed run with `minutes` keeps the max_steps that was measured when it began. Raise
+    UserError if its checkpoint has different `minutes`.
+    """
+    if cfg.minutes and checkpoint:
+        before = checkpoint["constants"]
+        if before.get("minutes") != cfg.minutes:
+            raise UserError(f"The newest checkpoint in {cfg.log_dir}/ was not written with "
+                            f"minutes={cfg.minutes:g}, but with max_steps={before['max_steps']}: "
+                            "leave out --minutes, or choose a different --log_dir.")
+        return before["max_steps"]
+    if cfg.minutes:
+        return steps_that_fit(cfg, weights, device, loaders)
+    if cfg.epochs:
+        train_loader, _ = loaders
+        return steps_for_epochs(cfg, train_loader.rows_per_epoch)
+    return cfg.max_steps
+
+def steps_that_fit(cfg, weights, device, loaders):
+    """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
+
+    The trial steps use a separate Run, which has no folder and is discarded afterwards.
+    """
+    print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
+    cfg_of_trial = replace(cfg, hellaswag_every=0)  # so that build_run() skips preparing HellaSwag
+    run = build_run(cfg_of_trial, weights, None, device, loaders)
+    seconds = []
+    for _ in range(20):
+        before = time.perf_counter()
+        loss, _ = train_step(run)
+        loss.item()  # waits for the GPU
+        seconds.append(time.perf_counter() - before)
+    seconds = sum_over_ranks(torch.tensor(seconds, device=run.device)) / world_size()  # (20,)
+    del run
+    gc.collect()  # a compiled model is part of a reference cycle, which would keep its memory
+    steps = int(60 * cfg.minutes / seconds.median().item())
+    if steps <= cfg.warmup_steps:
+        raise UserError(f"Only {steps} steps fit into minutes={cfg.minutes:g}, which is not more "
+                        f"than warmup_steps={cfg.warmup_steps}: raise --minutes, or lower "
+                        "--warmup_steps.")
+    print0(f"{steps:,} steps fit into {cfg.minutes:g} minutes. To repeat this run on any machine, "
+           f"use --max_steps={steps}")
+    return steps
+
+def steps_for_epochs(cfg, rows_per_epoch):
+    """Return the number of steps in which the data is read cfg.epochs times."""
+    max_steps = 1
+    while rows_before(cfg, max_steps) < cfg.epochs * rows_per_epoch:
+        max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
+    return max_steps
+
+def build_run(cfg, weights, checkpoint, device, loaders, folder=None):
+    """Return a Run with the model, the optimizers and everything else that train() uses.
+
+    weights, checkpoint: what find_start() returned. loaders: the training loader and the validation
+    loader. folder: a RunFolder, or None for trial steps (see steps_that_fit).
+    """
+    train_loader, val_loader = loaders
+    encoding = get_encoding(cfg.encoding)
+    dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
+    set_attention(cfg, device, dtype)
+    gpt_config = gpt_config_of_run(cfg, encoding, weights)
+    raw_model = build_model(cfg, gpt_config).to(device)
+    if weights and not checkpoint:
+        load_weights(raw_model, weights)
+    state = build_state(raw_model, cfg, dtype)
+    if checkpoint:
+        restore_checkpoint(state, checkpoint, cfg.log_dir)
+    if compiled:
+        raw_model.compile()
+    return Run(
+        cfg=cfg, state=state, device=device, encoding=encoding,
+        ddp_model=wrap_in_ddp(raw_model), train_loader=train_loader, val_loader=val_loader,
+        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+        tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
+        hellaswag_data=prepared_hellaswag(cfg, state.eval_model, encoding), folder=folder)
+
+def build_state(raw_model, cfg, dtype):
+    """Return the State at step 0.
+
+    Raise UserError if an edit to the model, the optimizers or State is invalid.
+    """
+    muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
+    optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
+    check_parameters(raw_model, optimizers)
+    device = next(raw_model.parameters()).device
+    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+    state = State(raw_model, optimizers, scaler)
+    store_initial_hyperparameters(state.optimizers)
+    check_can_be_saved(state.state_dict())
+    return state
+
+def restore_checkpoint(state, checkpoint, log_dir):
+    """Load the State that a checkpoint in log_dir contains into `state`.
+
+    checkpoint: what read_checkpoint() returned. Raise UserError if it does not fit the code.
+    """
+    try:
+        state.load_state_dict(checkpoint["state"])
+    except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
+        raise UserError(f"The run in {log_dir}/ does not fit train_gpt2.py ({summary_of(e)}): undo "
+                        "the edit, or choose a different --log_dir.") from None
+
+def wrap_in_ddp(raw_model):
+    """Wrap the model in DDP if there are several processes; otherwise return it unchanged."""
+    if world_size() == 1:
+        return raw_model
+    # torch.compile splits a model where DDP's buckets end. With the default of 25 MB per bucket,
+    # there would be 14 graphs. Gradients are views of the buckets, so that they need not be copied
+    return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+
+def description(run, checkpoint):
+    """Return the lines that describe a run at its start."""
+    cfg, state = run.cfg, run.state
+    dtype, compiled = pick_dtype(cfg.dtype, run.device), pick_compile(cfg.compile, run.device)
+    dtype_name = str(dtype).removeprefix("torch.")
+    epochs = rows_before(cfg, cfg.max_steps) / run.train_loader.rows_per_epoch
+    n_parameters = sum(p.numel() for p in state.raw_model.parameters())
+    groups = [f"{sum(p.numel() for p in group['params']):,} in {len(group['params'])} tensors by "
+              f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0.0)}"
+              for optimizer in state.optimizers for group in optimizer.param_groups]
+    entries = {
+        "data": f"{cfg.data}: {run.folder.fingerprint}",
+        "model": f"{n_parameters:,} parameters, init_from={cfg.init_from}: "
+                 f"{state.raw_model.config}",
+        "training": f"{cfg.max_steps:,} steps of {describe_batch(cfg)} tokens, "
+                    f"{epochs:.2f} epochs",
+        "optimizer": "; ".join(groups),
+        "machine": f"{world_size()} x {run.device.type}, {dtype_name}, compile={compiled}, "
+                   f"B={cfg.B}",
+        "log": f"{Path(cfg.log_dir, 'log.txt')}, from step {state.step} on"}
+    lines = [f"{name:9} {text}" for name, text in entries.items()]
+    if checkpoint and cfg.max_steps > checkpoint["constants"]["max_steps"]:
+        lines.append(f"max_steps was {checkpoint['constants']['max_steps']}, is {cfg.max_steps}: "
+                     "the learning rate follows a new schedule.")
+    if 0 < cfg.max_steps <= state.step:
+        lines.append("This run is finished. It is only validated, sampled and exported again.")
+    return "\n".join(lines)
+
+def describe_batch(cfg):
+    """Return the number of tokens per step as text.
+
+    For edits: rows_before() may let the batch grow.
+    """
+    steps = (0, max(0, cfg.max_steps - 1))
+    first, last = [f"{rows_of_step(cfg, step) * cfg.T:,}" for step in steps]
+    return first if first == last else f"{first} to {last}"
+
 # ---- Processes and the machine. torchrun starts one process per GPU and gives each a number, its
 # rank. For device, dtype and compile, "auto" selects a fast choice for this machine. If a GPU
 # cannot be used, a message gives the reason
@@ -1387,41 +1238,7 @@ def print0(text):
         with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
 
-def join_processes(device):
-    """Form the group of all processes that torchrun started."""
-    # DDP(...) imports torch.distributed.nn. If this module is first imported while a process group
-    # exists, it keeps a reference to the group, and Python may abort on exit. So import it now
-    import torch.distributed.nn  # noqa: F401
-    # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
-    # for each restart keeps them from finding the addresses of dead processes
-    store, _, _ = next(dist.rendezvous("env://"))
-    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
-    gpu = device if device.type == "cuda" else None
-    dist.init_process_group(backend="nccl" if gpu else "gloo", store=store, rank=rank(),
-                            world_size=world_size(), device_id=gpu,
-                            timeout=datetime.timedelta(hours=1))  # others wait while rank 0 samples
-
-def catch_signals(event):
-    """Make Ctrl-C and SIGTERM set the event.
-
-    Without torchrun, a second Ctrl-C ends the process at once.
-    """
-    # With torchrun, a process gets each Ctrl-C twice: from the terminal and from torchrun. So the
-    # second signal does not mean that the user has pressed Ctrl-C again
-    alone = "RANK" not in os.environ
-
-    def receive(number, frame):
-        if event.is_set() and number == signal.SIGINT and alone:
-            print0("Ended at once. To resume from the last checkpoint, repeat the command.")
-            os._exit(130)
-        event.set()
-        again = " Press Ctrl-C again to end at once." if alone else ""
-        print0(f"Stopping after this step is finished and saved.{again}")
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, receive)
-
-# The shared ending of two error messages below. torch 2.14 is the last version with wheels for CUDA
-# 12.6
+# The ending of two error messages. torch 2.14 is the last version with wheels for CUDA 12.6
 OTHER_TORCH = ("a torch build that supports old GPUs and drivers: pip install 'torch<2.15' "
                "--index-url https://download.pytorch.org/whl/cu126")
 
@@ -1477,6 +1294,39 @@ def keep_freed_memory():
         libc = ctypes.CDLL("libc.so.6")
         libc.mallopt(-4, 0)   # M_MMAP_MAX: no array gets a mapping of its own
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is never returned to the system
+
+def join_processes(device):
+    """Form the group of all processes that torchrun started."""
+    # DDP(...) imports torch.distributed.nn. If this module is first imported while a process group
+    # exists, it keeps a reference to the group, and Python may abort on exit. So import it now
+    import torch.distributed.nn  # noqa: F401
+    # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
+    # for each restart keeps them from finding the addresses of dead processes
+    store, _, _ = next(dist.rendezvous("env://"))
+    store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(backend="nccl" if gpu else "gloo", store=store, rank=rank(),
+                            world_size=world_size(), device_id=gpu,
+                            timeout=datetime.timedelta(hours=1))  # others wait while rank 0 samples
+
+def catch_signals(event):
+    """Make Ctrl-C and SIGTERM set the event.
+
+    Without torchrun, a second Ctrl-C ends the process at once.
+    """
+    # With torchrun, a process gets each Ctrl-C twice: from the terminal and from torchrun. So the
+    # second signal does not mean that the user has pressed Ctrl-C again
+    alone = "RANK" not in os.environ
+
+    def receive(number, frame):
+        if event.is_set() and number == signal.SIGINT and alone:
+            print0("Ended at once. To resume from the last checkpoint, repeat the command.")
+            os._exit(130)
+        event.set()
+        again = " Press Ctrl-C again to end at once." if alone else ""
+        print0(f"Stopping after this step is finished and saved.{again}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, receive)
 
 def pick_dtype(choice, device):
     """Return the dtype for matrix multiplications. "auto" selects the fastest one that is safe."""
@@ -1604,6 +1454,577 @@ def tokens_per_byte(loader, encoding, val_tokens):
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
 
+# ---- Weights of a trained model. They may come from an edited copy of this file, or from Hugging
+# Face. So they may not fit the GPT in this file
+@dataclass
+class Weights:
+    """The weights of a trained model, and what is known about the model."""
+    source: str                # the file, folder or hub name that the weights come from
+    # The known constants of the model's GPTConfig. dropout is never among them, because it belongs
+    # to the training and not to the weights
+    model_constants: dict
+    encoding_name: str | None  # None if it is unknown
+    tensors: dict              # the state_dict of a GPT
+    code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
+
+def read_weights(name):
+    """Return the Weights from a .pt file, a run's folder, a Hugging Face folder or the hub.
+
+    Raise UserError if they cannot be read.
+    """
+    if name.endswith(".pt") or find_checkpoints(name):
+        path = name if name.endswith(".pt") else str(checkpoint_to_use(name))
+        weights = weights_in_checkpoint(read_checkpoint(path), path)
+        if is_of_other_code(weights.code):
+            print0(f"Note: {path} was written by different code.")
+        return weights
+    model = load_hugging_face(name)
+    # 257 ids are 256 bytes and <|endoftext|>
+    encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
+    # For edits: a constant that you have added to GPTConfig is unknown to transformers
+    known = ("block_size", "n_vocab", "vocab_size", "n_layer", "n_head", "n_embd")
+    constants = {key: getattr(model.config, key) for key in known}
+    return Weights(name, constants, encoding_name, model.state_dict())
+
+def weights_in_checkpoint(content, source):
+    """Return the Weights of eval_model. content: what read_checkpoint() returned."""
+    model_constants = dict(content["gpt_config"])
+    model_constants.pop("dropout", None)
+    return Weights(source, model_constants, content["encoding"], content["eval_model"],
+                   content.get("code"))
+
+def gpt_config_of_run(cfg, encoding, weights=None):
+    """Return the GPTConfig of the model that a command builds.
+
+    weights: the Weights that determine the model. If it is None, cfg and the encoding determine it.
+    """
+    # The constants that both classes have: n_layer, n_head, n_embd and dropout
+    in_both = {name: getattr(cfg, name)
+               for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
+    if weights is None:
+        return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
+                         vocab_size=padded(encoding.n_vocab), **in_both)
+    # weights.model_constants never contains dropout, so it comes from cfg. For edits: so does a
+    # constant that did not exist when the weights were trained
+    return make_gpt_config(in_both | weights.model_constants, weights.source)
+
+def make_gpt_config(constants, source):
+    """Return GPTConfig(**constants). source: where the weights came from (for the error message).
+
+    Raise UserError if GPTConfig lacks a constant.
+    """
+    if unknown := constants.keys() - asdict(GPTConfig()).keys():
+        raise UserError(f"{source} was made with the constant {min(unknown)}, which GPTConfig in "
+                        "train_gpt2.py lacks. Add it to GPTConfig, or use the code that the "
+                        "weights were made with.")
+    return GPTConfig(**constants)
+
+def load_weights(model, weights):
+    """Load weights into a model. Tensors missing from the weights keep the model's values.
+
+    Raise UserError if names or shapes do not match.
+    """
+    own = model.state_dict()
+    if missing := own.keys() - weights.tensors.keys():
+        print0(f"!!! {weights.source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
+               "initial values that the code gives them.")
+    try:
+        model.load_state_dict(own | weights.tensors)
+    except RuntimeError as e:  # names or shapes do not match
+        raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
+                        f"({summary_of(e)}): use the code that the weights were made with."
+                        ) from None
+
+def load_pretrained(cls, source, constants):
+    """Return a model of class `cls` (GPT) with the weights in `source` (see from_pretrained)."""
+    weights = source if isinstance(source, Weights) else read_weights(str(source))
+    model = cls(make_gpt_config(weights.model_constants | constants, weights.source))
+    load_weights(model, weights)
+    return model
+
+# ---- Checkpoints. A checkpoint is a file with a dict of these entries:
+#
+#     state         State.state_dict(), from which a run is resumed
+#     eval_model    State.eval_model.state_dict(): the weights for samples, for the export and for
+#                   --init_from
+#     gpt_config    the GPTConfig of the model, as a dict
+#     encoding      the name of the encoding
+#     constants     the run's Config, as a dict
+#     data          the fingerprint of the training data
+#     code          the checksum of the code
+#
+# A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once.
+# A file is read only if it is undamaged. Only plain values are loaded, because loading arbitrary
+# Python objects could run code
+def checkpoint_of(state, cfg, fingerprint):
+    """Return the content of a checkpoint of `state`."""
+    return {
+        "state": state.state_dict(), "eval_model": state.eval_model.state_dict(),
+        "gpt_config": asdict(state.raw_model.config), "encoding": cfg.encoding,
+        "constants": asdict(cfg), "data": fingerprint, "code": code_checksum()}
+
+def saved_form_of(value):
+    """Return the form in which a checkpoint stores an attribute of State."""
+    if isinstance(value, torch.optim.Optimizer):
+        return value.state_dict() | {"class": type(value).__name__}
+    if hasattr(value, "state_dict"):
+        return value.state_dict()
+    if isinstance(value, list):
+        return [saved_form_of(part) for part in value]
+    return value
+
+def find_checkpoints(folder):
+    """Return {step: path} of the checkpoints in a folder, the newest first."""
+    paths = Path(folder).glob("checkpoint_*.pt")
+    numbers = {path: path.stem.removeprefix("checkpoint_") for path in paths}
+    found = {int(number): path for path, number in numbers.items() if number.isdecimal()}
+    return dict(sorted(found.items(), reverse=True))
+
+def newest_checkpoint(folder):
+    """Return the path of the newest undamaged checkpoint, or None if there is no checkpoint.
+
+    Raise UserError if all checkpoints are damaged.
+    """
+    return first_undamaged(list(find_checkpoints(folder).values()), folder)
+
+def checkpoint_to_use(folder):
+    """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
+
+    If the last validation loss is higher than the lowest one, training has made the model worse.
+    Then return the checkpoint with the lowest loss, and otherwise the newest checkpoint. (This
+    refers to losses of checkpoints that still exist.) Skip damaged checkpoints. Return None if
+    there is no checkpoint.
+    """
+    found = find_checkpoints(folder)  # {step: path}, the newest first
+    paths = list(found.values())
+    # {step: validation loss} of these checkpoints. Some may not have been validated
+    losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
+    if losses:
+        last_step, best_step = max(losses), min(losses, key=losses.get)
+        if losses[last_step] > losses[best_step]:
+            paths.remove(found[best_step])
+            paths.insert(0, found[best_step])
+    return first_undamaged(paths, folder)
+
+def first_undamaged(paths, folder):
+    """Return the first path of an undamaged checkpoint, or None if there are no paths.
+
+    Raise UserError if all checkpoints are damaged.
+    """
+    for path in paths:
+        try:
+            read_checkpoint(path)  # raises UserError if it is damaged
+            return path
+        except UserError as e:
+            print0(f"{e} Trying another checkpoint.")
+    if paths:
+        raise UserError(f"Every checkpoint in {folder}/ is damaged: choose a different --log_dir.")
+    return None
+
+def read_checkpoint(path, mmap=True):
+    """Verify a checkpoint's checksums, which torch.load ignores, and return its content.
+
+    mmap: whether to read tensors from the disk only when they are used. Raise UserError if the file
+    is damaged or is not a checkpoint.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:  # the format that torch.save writes
+            if archive.testzip():
+                raise ValueError("a checksum is wrong")
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        if "gpt_config" not in content:
+            raise ValueError("this script did not write it")
+    except Exception as e:  # reading a damaged file may raise any exception
+        raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}).") from None
+    return converted_to_todays_format(content)
+
+# ---- Restoring State from the entry "state" of a checkpoint
+def restore_state(state, saved):
+    """Restore State's attributes from `saved`, which state.state_dict() returned.
+
+    An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
+    set to its saved value. Raise ValueError if an attribute cannot be restored.
+    """
+    check_restorable(state, saved)
+    device = next(state.raw_model.parameters()).device
+    for name, saved_value in saved.items():
+        value = getattr(state, name, None)  # For edits: train_step() may create attributes
+        if is_stateful(value):
+            load_object(value, saved_value)
+        else:
+            setattr(state, name,
+                    moved(saved_value, value.device if torch.is_tensor(value) else device))
+
+def check_restorable(state, saved):
+    """Raise ValueError if an attribute of State cannot be restored from `saved`.
+
+    For edits: code that resumes a run may have added or removed attributes. Two cases would go
+    wrong. A new tensor or object, for example a copy of the initial weights, would be made from the
+    weights of this moment instead. And if State had an object that the code no longer creates, the
+    attribute would become the dict that the object's state_dict() returned. (In a checkpoint, such
+    a dict looks like an attribute that was a dict already.)
+    """
+    for name, value in vars(state).items():
+        if name not in saved and (is_stateful(value) or has_tensors(value)):
+            raise ValueError(f"the checkpoint does not contain State.{name}")
+    for name, saved_value in saved.items():
+        value = getattr(state, name, None)
+        if isinstance(saved_value, dict) and not (is_stateful(value) or isinstance(value, dict)):
+            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
+                             "State has none when it is created")
+
+def load_object(value, saved_value):
+    """Load what saved_form_of() returned into an object or a list of objects."""
+    if isinstance(value, list):
+        for part, saved_part in zip(value, saved_value, strict=True):
+            load_object(part, saved_part)
+    elif isinstance(value, torch.optim.Optimizer):
+        load_optimizer(value, saved_value)
+    elif saved_value:  # it is empty for a GradScaler that was disabled
+        value.load_state_dict(saved_value)
+
+def is_stateful(value):
+    """Return whether a value has load_state_dict(), or is a list with such an object."""
+    if isinstance(value, list):
+        return any(is_stateful(part) for part in value)
+    return hasattr(value, "load_state_dict")
+
+def moved(content, device):
+    """Return nested content with its tensors on a device."""
+    if isinstance(content, dict):
+        return {key: moved(part, device) for key, part in content.items()}
+    if isinstance(content, (list, tuple)):
+        return type(content)(moved(part, device) for part in content)
+    return content.to(device) if torch.is_tensor(content) else content
+
+# ---- Optimizers in a checkpoint. An optimizer group holds hyperparameters such as lr and momentum.
+# When a run is resumed, a hyperparameter that was edited in the code gets its new value. Every
+# other one is restored from the checkpoint, since training may have changed it. (Each step sets lr,
+# and your own optimizer may, for example, count steps in a group.)
+#
+# To find out what was edited, each group has an entry "initial": the hyperparameters with which the
+# code built the group. A checkpoint contains it too. If a hyperparameter has another initial value
+# in the code now than in the checkpoint, it was edited
+def store_initial_hyperparameters(optimizers):
+    """Copy the hyperparameters of each optimizer group to group["initial"].
+
+    For edits: if training adds an optimizer or a group, call this function again.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
+def load_optimizer(optimizer, saved):
+    """Load what saved_form_of() returned into an optimizer, except for edited hyperparameters.
+
+    Raise ValueError if it was saved by an optimizer of a different class.
+    """
+    class_name = type(optimizer).__name__
+    if saved.get("class", class_name) != class_name:
+        raise ValueError(f"the checkpoint has the state of {saved['class']}, but the code uses "
+                         f"{class_name}")
+    # load_state_dict() moves an optimizer's state to the device of the parameters. But tensors in
+    # groups must be moved here
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    device = parameters[0].device if parameters else None
+    groups = []
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        initial_now, initial_then = group.get("initial", {}), saved_group.get("initial", {})
+        edited = {name: copy.deepcopy(value) for name, value in initial_now.items()
+                  if name in initial_then and was_edited(initial_then[name], value)}
+        groups.append(group | moved(saved_group, device) | edited | {"initial": initial_now})
+    optimizer.load_state_dict(saved | {"param_groups": groups})
+
+def was_edited(initial_then, initial_now):
+    """Return whether an initial value was edited. Tensors, which may be large, are not compared."""
+    return not has_tensors((initial_then, initial_now)) and initial_then != initial_now
+
+# ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
+@lru_cache
+def code_checksum():
+    """Return a CRC-32 of the code that a run depends on, without comments.
+
+    It covers three parts: this file without Config, SMALL and FINETUNE, whose values are compared
+    one by one (see check_same_training); encoding_parts() in fineweb.py, which determines the
+    tokens of a text; and any module of your own that this file imports from its folder.
+    """
+    path = Path(__file__)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    tree = ast.parse("\n".join(lines))
+    for node in tree.body:
+        name = ""
+        if isinstance(node, ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Assign):
+            name = ast.unparse(node.targets[0])
+        if name in ("Config", "SMALL", "FINETUNE"):  # blank out its lines
+            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    lines += inspect.getsource(encoding_parts).splitlines()
+    for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
+        lines += module.read_text(encoding="utf-8").splitlines()
+    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
+    return zlib.crc32("\n".join(filter(None, lines)).encode())
+
+def modules_beside(path, seen):
+    """Return the .py files that a file imports from its own folder, directly or indirectly.
+
+    seen: names of modules to leave out.
+    """
+    imported, found = set(), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {node.module or alias.name for alias in node.names}
+    for name in imported - seen:
+        module = path.with_name(f"{name}.py")
+        if module.exists():
+            found |= {module, *modules_beside(module, seen | {name})}
+    return found
+
+def is_of_other_code(checksum):
+    """Return whether a checkpoint's code checksum is known and differs from the current one."""
+    return checksum not in (None, code_checksum())
+
+# ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
+
+# Constants that may be changed freely when a run is resumed. They do not affect training, except
+# that dtype and B affect rounding, and B also affects the dropout masks. (epochs and minutes only
+# determine max_steps, which check_same_training() compares)
+FREE_TO_CHANGE = {
+    "B", "epochs", "minutes", "print_every", "eval_every", "val_tokens", "hellaswag_every",
+    "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir",
+    "save_every", "keep_every", "device", "dtype", "compile"}
+
+def check_same_training(checkpoint, cfg, fingerprint):
+    """Raise UserError unless this command continues the run in log_dir.
+
+    The data and all constants must be the same, except that max_steps may grow, and the constants
+    in FREE_TO_CHANGE may differ.
+
+    If this command does not train any further, because the run already has max_steps steps, the
+    code must be the same too: train() evaluates the run again, and the new result replaces the old
+    one. (If edited code continues to train a run, warnings_about() says so.)
+    """
+    # A constant that was added after the run began is assumed to have had its default value
+    before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
+    # The constant `data` is only a path. The entry "data" of a checkpoint is the fingerprint of the
+    # data, so compare fingerprints instead
+    before["data"], now["data"] = checkpoint["data"], fingerprint
+    changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
+    if cfg.max_steps > before["max_steps"]:
+        changed.discard("max_steps")
+    values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
+    has_finished = checkpoint["state"]["step"] >= cfg.max_steps
+    if has_finished and is_of_other_code(checkpoint.get("code")):
+        values.append("train_gpt2.py was edited after it finished")
+    if values:
+        raise UserError(f"The run in {cfg.log_dir}/ is a different one: {'; '.join(values)}. Undo "
+                        "this change, or choose a different --log_dir.")
+
+def lock_run_folder(log_dir):
+    """Reserve log_dir for this run, and delete half-written files that a killed run left behind.
+
+    Return a lock that is held as long as it is referenced. Only rank 0 writes to log_dir, so only
+    rank 0 takes the lock; the other processes get None. Raise UserError if another run uses
+    log_dir.
+    """
+    if rank() != 0:
+        return None
+    lock = lock_folder(Path(log_dir))
+    remove_unfinished(Path(log_dir))
+    return lock
+
+class RunFolder:
+    """The files in log_dir. Only rank 0 writes them.
+
+    One background thread writes checkpoints and plots.
+
+    fingerprint: identifies the training data. lock: from lock_run_folder(); it is held for the
+    lifetime of this object.
+    """
+    def __init__(self, cfg, fingerprint, lock=None):
+        self.cfg, self.path = cfg, Path(cfg.log_dir)
+        self.fingerprint, self.lock = fingerprint, lock
+        self.starts = []          # for run.json: one dict per start, with its time, step and so on
+        self.log = None           # log.txt, once begin() has opened it
+        self.executor = ThreadPoolExecutor(max_workers=1)
+        self.last_save = None     # Future of the latest save, kept after it has finished
+        self.last_plot = None     # Future of the latest plot
+        self.saved_step = None    # the step of the newest checkpoint, or None if there is none
+        self.host_buffers = {}    # host memory of the latest save, reused by the next one
+
+    def begin(self, step, continues, warnings=()):
+        """Record this start in run.json, and open log.txt for appending from `step` on.
+
+        continues: whether a run is resumed.
+        """
+        if rank() != 0:
+            return
+        if not continues:  # another run, which ended before its first save, may have left a log
+            self.set_aside("log.txt")
+        if not continues or step < self.cfg.max_steps:  # an earlier export becomes outdated
+            self.set_aside("hf")
+        if continues and (self.path / "run.json").exists():
+            self.starts = read_run_json(self.path)["starts"]
+        self.starts.append({
+            "time": time.ctime(), "step": step, "command": sys.argv, "code": code_checksum(),
+            "torch": torch.__version__, "python": sys.version, "warnings": list(warnings)})
+        self.write_run()
+        self.log = open_log(self.path / "log.txt", step)
+        if continues:
+            self.saved_step = step
+
+    def set_aside(self, name):
+        """Rename an outdated file or folder, if it exists, instead of overwriting it."""
+        old = self.path / name
+        if old.exists():
+            old.rename(f"{old}_before_{time.strftime('%Y%m%d-%H%M%S')}")
+
+    def close(self):
+        """Wait for a save in progress, and close log.txt."""
+        self.executor.shutdown()
+        if self.log:
+            self.log.close()
+
+    def write_run(self, result=None):
+        """Write run.json: constants, data, starts and, when the run ends or fails, the result."""
+        text = json.dumps({"constants": asdict(self.cfg), "data": self.fingerprint,
+                           "starts": self.starts, "result": result}, indent=2)
+        if rank() == 0:
+            write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
+
+    def save_if_needed(self, state):
+        """Start saving `state` in the background, unless the run can be resumed from it anyway.
+
+        That is so if this step was already saved, and before step 0 of a run from scratch, since
+        the seed determines the initial weights. Training waits only for the previous save and for
+        the copy to host memory.
+        """
+        if rank() != 0:
+            return
+        # The previous save may still be reading the buffers. (If it fails, it prints the reason)
+        self.wait_for_save()
+        if state.step == self.saved_step or (state.step == 0 and self.cfg.init_from == "scratch"):
+            return
+        with contextlib.suppress(OSError):
+            os.fsync(self.log.fileno())  # a step's log must be on disk before its checkpoint
+        content = checkpoint_of(state, self.cfg, self.fingerprint)
+        check_can_be_saved(content["state"])
+        content, self.host_buffers = copy_to_host(content, self.host_buffers)
+        self.last_save = self.executor.submit(self.write_checkpoint, content)
+
+    def wait_for_save(self):
+        """Wait until the latest save has finished. Return its error message, or ""."""
+        return self.last_save.result() if self.last_save else ""
+
+    def write_checkpoint(self, content):
+        """Write and verify a checkpoint, then delete older ones that need not be kept.
+
+        Return "", or an error message if the checkpoint cannot be written.
+        """
+        step, start = content["state"]["step"], time.perf_counter()
+        path = self.path / f"checkpoint_{step:05d}.pt"
+        try:
+            # write_whole() reads the new file back before it gives the file its name
+            write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
+        except (OSError, RuntimeError, UserError) as e:
+            while e.__context__:  # torch.save raises a RuntimeError that hides an OSError
+                e = e.__context__
+            print0(f"!!! NOT SAVED at step {step}: {summary_of(e)}. Earlier checkpoints are kept.")
+            return summary_of(e)
+        self.saved_step, seconds = step, time.perf_counter() - start
+        print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
+        self.prune(step)
+        return ""
+
+    def prune(self, step):
+        """Delete checkpoints that need not be kept, now that the one for `step` has been written.
+
+        Keep the two newest checkpoints, those at multiples of keep_every, and the one with the
+        lowest validation loss.
+        """
+        found = find_checkpoints(self.path)  # {step: path}
+        older = [other_step for other_step in found if other_step < step]  # the newest step first
+        losses = {other_step: loss for other_step, loss in read_metrics(self.path)["val"]
+                  if other_step in found}
+        keep = {step, *older[:1]}  # the two newest
+        if losses:
+            keep.add(min(losses, key=losses.get))  # the one with the lowest loss
+        every = self.cfg.keep_every
+        keep |= {other_step for other_step in older if every and other_step % every == 0}
+        for other_step in set(older) - keep:
+            with contextlib.suppress(OSError):
+                found[other_step].unlink()
+
+    def plot_in_background(self):
+        """Plot in the background if matplotlib is installed. Cancel a plot that is still queued."""
+        if rank() == 0 and importlib.util.find_spec("matplotlib"):
+            if self.last_plot:
+                self.last_plot.cancel()
+            self.last_plot = self.executor.submit(plot_curves, self.path)
+
+def copy_to_host(content, buffers):
+    """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
+
+    buffers: the buffers of the previous copy, or {}. They are overwritten and used again, which is
+    faster than allocating new ones.
+    The key of a buffer is the address, shape, stride and dtype of the tensor that it is a copy of.
+    Weights keep their address, so each copy finds the buffers of the previous one. Tied weights
+    have the same address, so they share a buffer and are saved only once.
+    """
+    new_buffers = {}
+
+    def copied(part):
+        if isinstance(part, dict):
+            return {key: copied(value) for key, value in part.items()}
+        if isinstance(part, (list, tuple)):
+            return (tuple if isinstance(part, tuple) else list)(map(copied, part))
+        if isinstance(part, np.number):  # torch.load(weights_only=True) cannot load it
+            return part.item()
+        if not torch.is_tensor(part):
+            return part
+        key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
+        if key not in new_buffers:
+            buffer = buffers.get(key)
+            buffer = torch.empty_like(part, device="cpu") if buffer is None else buffer
+            new_buffers[key] = buffer.copy_(part)
+        return new_buffers[key]
+    return copied(content), new_buffers
+
+def open_log(path, step):
+    """Open log.txt for appending.
+
+    First cut the file off at the first line of `step` or of a later step, since these steps will be
+    repeated.
+    """
+    file = open(path, "ab", buffering=0)  # each line is visible at once
+    kept = 0  # number of bytes
+    for line in path.read_bytes().splitlines(keepends=True):
+        is_complete = line.endswith(b"\n")  # a power cut may have left half a line
+        # A line that does not match, for example a user's note, has no step
+        match = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
+        if not is_complete or (match and int(match[1]) >= step):
+            break
+        kept += len(line)
+    file.truncate(kept)
+    return file
+
+def read_run_json(folder):
+    """Return the content of a run's run.json."""
+    return json.loads(Path(folder, "run.json").read_text())
+
+def read_metrics(folder):
+    """Return {metric: [(step, value), ...]} from a run's log.txt."""
+    path, metrics = Path(folder, "log.txt"), defaultdict(list)
+    text = path.read_text(errors="replace") if path.exists() else ""
+    # Leave out lines with nan or inf, which cannot be plotted
+    for step, metric, value in re.findall(r"^(\d+) (.+) (-?[\d.]+(?:e-\d+)?)$", text, re.M):
+        metrics[metric].append((int(step), float(value)))
+    return metrics
+
 # ---- For edits: checks for easily made mistakes that would otherwise go unnoticed
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
@@ -1685,574 +2106,6 @@ def loss_warning(run):
                 f"{excess:+.6f}. Put a term that only training should minimize under "
                 "`if self.training`.")
 
-# ---- Saving and restoring State. These functions make the content of a checkpoint, and restore a
-# State from its entry "state"
-def checkpoint_of(state, cfg, fingerprint):
-    """Return the content of a checkpoint of `state`."""
-    return {
-        "state": state.state_dict(), "eval_model": state.eval_model.state_dict(),
-        "gpt_config": asdict(state.raw_model.config), "encoding": cfg.encoding,
-        "constants": asdict(cfg), "data": fingerprint, "code": code_checksum()}
-
-def content_of(value):
-    """Return the form in which a checkpoint stores an attribute of State."""
-    if isinstance(value, torch.optim.Optimizer):
-        return value.state_dict() | {"class": type(value).__name__}
-    if hasattr(value, "state_dict"):
-        return value.state_dict()
-    if isinstance(value, list):
-        return [content_of(part) for part in value]
-    return value
-
-def is_stateful(value):
-    """Return whether a value has load_state_dict(), or is a list with such an object."""
-    if isinstance(value, list):
-        return any(is_stateful(part) for part in value)
-    return hasattr(value, "load_state_dict")
-
-def restore_state(state, saved):
-    """Restore State's attributes from `saved`, which state.state_dict() returned.
-
-    An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
-    set to its saved value. Raise ValueError if that is not possible (see check_same_attributes).
-    """
-    check_same_attributes(state, saved)
-    device = next(state.raw_model.parameters()).device
-    for name, content in saved.items():
-        value = getattr(state, name, None)  # For edits: train_step() may create attributes
-        if is_stateful(value):
-            load_object(value, content)
-        else:
-            setattr(state, name, moved(content, value.device if torch.is_tensor(value) else device))
-
-def check_same_attributes(state, saved):
-    """Raise ValueError if an attribute was added to State, or removed, that would then be wrong.
-
-    For edits: a number or a string may be added or removed at any time. But a new tensor or object
-    would not have the right value, for example if it is a copy of the weights with which the run
-    began. And an attribute that held an object when it was saved would become the dict that this
-    object's state_dict() returned.
-
-    saved: what state.state_dict() returned when the checkpoint was written.
-    """
-    for name, value in vars(state).items():
-        if name not in saved and (is_stateful(value) or has_tensors(value)):
-            raise ValueError(f"the checkpoint does not contain State.{name}")
-    for name, content in saved.items():
-        value = getattr(state, name, None)
-        if isinstance(content, dict) and not (is_stateful(value) or isinstance(value, dict)):
-            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
-                             "State has none when it is created")
-
-def load_object(value, content):
-    """Load what content_of() returned into an object or a list of objects."""
-    if isinstance(value, list):
-        for part, saved in zip(value, content, strict=True):
-            load_object(part, saved)
-    elif isinstance(value, torch.optim.Optimizer):
-        load_optimizer(value, content)
-    elif content:  # it is empty for a GradScaler that was disabled
-        value.load_state_dict(content)
-
-def moved(content, device):
-    """Return nested content with its tensors on a device."""
-    if isinstance(content, dict):
-        return {key: moved(part, device) for key, part in content.items()}
-    if isinstance(content, (list, tuple)):
-        return type(content)(moved(part, device) for part in content)
-    return content.to(device) if torch.is_tensor(content) else content
-
-# ---- Optimizers in a checkpoint. An optimizer group holds values such as lr and momentum. When a
-# run is resumed, a value that was edited in the code gets its new value. Every other value is
-# restored from the checkpoint, since training may have changed it (for example, your own optimizer
-# may count steps in a group). To show what was edited, a checkpoint also contains the initial
-# values, which the code set at the last start. A value was edited if the code now sets a different
-# initial value
-def load_optimizer(optimizer, content):
-    """Load the content of a checkpoint into an optimizer, except for values that were edited.
-
-    Raise ValueError if it was saved by an optimizer of a different class.
-    """
-    class_name = type(optimizer).__name__
-    if content.get("class", class_name) != class_name:
-        raise ValueError(f"the checkpoint has the state of {content['class']}, but the code uses "
-                         f"{class_name}")
-    # load_state_dict() moves an optimizer's state to the device of the parameters. But tensors in
-    # groups must be moved here
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    device = parameters[0].device if parameters else None
-    groups = optimizer.state_dict()["param_groups"]  # these have the initial values of the code
-    for group, saved in zip(groups, content["param_groups"], strict=True):
-        initial_then, initial_now = saved.get("initial", {}), group.get("initial", {})
-        group.update(moved(saved, device))
-        group["initial"] = initial_now
-        for name, value in initial_now.items():
-            if name in initial_then and was_edited(initial_then[name], value):
-                group[name] = copy.deepcopy(value)
-    optimizer.load_state_dict(content | {"param_groups": groups})
-
-def was_edited(initial_then, initial_now):
-    """Return whether an initial value was edited. Tensors, which may be large, are not compared."""
-    return not has_tensors((initial_then, initial_now)) and initial_then != initial_now
-
-# ---- Checkpoints from earlier versions of this script
-def converted_to_todays_format(content):
-    """Convert the content of a checkpoint to the current format, and return it.
-
-    A checkpoint has no version number. Its age is inferred from its entries. Each of the following
-    functions converts an older format to the next newer one. A still older checkpoint goes through
-    all of them.
-    """
-    if "model" in content:
-        content = rename_entries(content)
-    if "state" not in content:
-        content = move_into_state(content)
-    rename_to_initial(content["state"].get("optimizers", []))
-    return content
-
-def rename_entries(content):
-    """Convert a checkpoint written on or before 23 November 2026.
-
-    Some entries had other names. The attributes of State are left at the top level, where
-    move_into_state() finds them.
-    """
-    content = dict(content)
-    # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
-    # "trained", held those of raw_model
-    content["eval_model"] = content.pop("model")
-    content["raw_model"] = content.pop("trained", content["eval_model"])
-    content |= content.pop("numbers", {})  # the numbers in State, such as `step`
-    for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
-        optimizer["class"] = name
-    # Tokens were not counted yet
-    content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
-    return content
-
-def move_into_state(content):
-    """Convert a checkpoint written on or before 24 November 2026.
-
-    The attributes of State were stored at the top level, not in an entry named "state".
-    """
-    others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
-    state = {name: value for name, value in content.items() if name not in others}
-    return {name: content[name] for name in others if name in content} | {"state": state}
-
-def rename_to_initial(optimizers):
-    """Convert the optimizers in a checkpoint written on 24 or 25 November 2026.
-
-    Their groups had an entry "as_built" and later "in_code", which is now called "initial".
-    """
-    for optimizer in optimizers:
-        if "class" not in optimizer:  # For edits: an object that is not a torch.optim.Optimizer
-            continue
-        for group in optimizer["param_groups"]:
-            for name in ("in_code", "as_built"):  # if a group has both, the newer one counts
-                if name in group:
-                    group.setdefault("initial", group.pop(name))
-
-# ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
-
-# Constants that may be changed freely when a run is resumed. They do not affect training, except
-# that dtype and B affect rounding, and B also affects the dropout masks
-FREE_TO_CHANGE = {
-    "B", "print_every", "eval_every", "val_tokens", "hellaswag_every", "sample_every",
-    "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir", "save_every",
-    "keep_every", "device", "dtype", "compile"}
-
-def lock_run_folder(log_dir):
-    """Reserve log_dir for this run, and delete half-written files that a killed run left behind.
-
-    Return a lock that is held as long as it is referenced. Only rank 0 writes to log_dir, so only
-    rank 0 takes the lock; the other processes get None. Raise UserError if another run uses
-    log_dir.
-    """
-    if rank() != 0:
-        return None
-    lock = lock_folder(Path(log_dir))
-    remove_unfinished(Path(log_dir))
-    return lock
-
-def check_same_training(checkpoint, cfg, fingerprint):
-    """Raise UserError unless this command continues the run in log_dir.
-
-    The data and all constants must be the same, except that max_steps may grow, and the constants
-    in FREE_TO_CHANGE may differ.
-
-    If this command does not train any further, because the run already has max_steps steps, the
-    code must be the same too: train() evaluates the run again, and the new result replaces the old
-    one. (If edited code continues to train a run, warnings_about() says so.)
-    """
-    # A constant that was added after the run began is assumed to have had its default value
-    before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
-    # The constant `data` is only a path. The entry "data" of a checkpoint is the fingerprint of the
-    # data, so compare fingerprints instead
-    before["data"], now["data"] = checkpoint["data"], fingerprint
-    changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
-    changed -= {"epochs", "minutes"}  # they only determine max_steps (see determine_max_steps)
-    if cfg.max_steps > before["max_steps"]:
-        changed.discard("max_steps")
-    values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    has_finished = checkpoint["state"]["step"] >= cfg.max_steps
-    if has_finished and is_of_other_code(checkpoint.get("code")):
-        values.append("train_gpt2.py was edited after it finished")
-    if values:
-        raise UserError(f"The run in {cfg.log_dir}/ is a different one: {'; '.join(values)}. Undo "
-                        "this change, or choose a different --log_dir.")
-
-class RunFolder:
-    """The files in log_dir. Only rank 0 writes them.
-
-    One background thread writes checkpoints and plots.
-
-    fingerprint: identifies the training data. lock: from lock_run_folder(); it is held for the
-    lifetime of this object.
-    """
-    def __init__(self, cfg, fingerprint, lock=None):
-        self.cfg, self.path = cfg, Path(cfg.log_dir)
-        self.fingerprint, self.lock = fingerprint, lock
-        self.starts = []          # for run.json: one dict per start, with its time, step and so on
-        self.log = None           # log.txt, once begin() has opened it
-        self.executor = ThreadPoolExecutor(max_workers=1)
-        self.last_save = None     # Future of the latest save, kept after it has finished
-        self.last_plot = None     # Future of the latest plot
-        # The step from which the run can be resumed without a save: that of the newest checkpoint,
-        # or 0 if the model is new. None if the pretrained weights must be saved first
-        self.resumable_step = 0 if cfg.init_from == "scratch" else None
-        self.host_buffers = {}    # host memory of the latest save, reused by the next one
-
-    def begin(self, step, continues, warnings=()):
-        """Record this start in run.json, and open log.txt for appending from `step` on.
-
-        continues: whether a run is resumed.
-        """
-        if rank() != 0:
-            return
-        if not continues:  # another run, which ended before its first save, may have left a log
-            self.set_aside("log.txt")
-        if not continues or step < self.cfg.max_steps:  # an earlier export becomes outdated
-            self.set_aside("hf")
-        if continues and (self.path / "run.json").exists():
-            self.starts = read_run_json(self.path)["starts"]
-        self.starts.append({
-            "time": time.ctime(), "step": step, "command": sys.argv, "code": code_checksum(),
-            "torch": torch.__version__, "python": sys.version, "warnings": list(warnings)})
-        self.write_run()
-        self.log = open_log(self.path / "log.txt", step)
-        if continues:
-            self.resumable_step = step
-
-    def set_aside(self, name):
-        """Rename an outdated file or folder, if it exists, instead of overwriting it."""
-        old = self.path / name
-        if old.exists():
-            old.rename(f"{old}_before_{time.strftime('%Y%m%d-%H%M%S')}")
-
-    def close(self):
-        """Wait for a save in progress, and close log.txt."""
-        self.executor.shutdown()
-        if self.log:
-            self.log.close()
-
-    def write_run(self, result=None):
-        """Write run.json: constants, data, starts and, when the run ends or fails, the result."""
-        text = json.dumps({"constants": asdict(self.cfg), "data": self.fingerprint,
-                           "starts": self.starts, "result": result}, indent=2)
-        if rank() == 0:
-            write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
-
-    def save_in_background(self, state):
-        """Start saving `state`, unless the run can already be resumed from its step.
-
-        Training waits only for the previous save and for the copy to host memory.
-        """
-        if rank() != 0:
-            return
-        # The previous save may still be reading the buffers. (If it fails, it prints the reason)
-        self.wait_for_save()
-        if state.step == self.resumable_step:
-            return
-        with contextlib.suppress(OSError):
-            os.fsync(self.log.fileno())  # a step's log must be on disk before its checkpoint
-        content = checkpoint_of(state, self.cfg, self.fingerprint)
-        check_can_be_saved(content["state"])
-        content, self.host_buffers = copy_to_host(content, self.host_buffers)
-        self.last_save = self.executor.submit(self.write_checkpoint, content)
-
-    def wait_for_save(self):
-        """Wait until the latest save has finished. Return its error message, or ""."""
-        return self.last_save.result() if self.last_save else ""
-
-    def write_checkpoint(self, content):
-        """Write and verify a checkpoint, then delete older ones that need not be kept.
-
-        Return "", or an error message if the checkpoint cannot be written.
-        """
-        step, start = content["state"]["step"], time.perf_counter()
-        path = self.path / f"checkpoint_{step:05d}.pt"
-        try:
-            write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
-        except (OSError, RuntimeError, UserError) as e:
-            while e.__context__:  # torch.save raises a RuntimeError that hides an OSError
-                e = e.__context__
-            print0(f"!!! NOT SAVED at step {step}: {summary_of(e)}. Earlier checkpoints are kept.")
-            return summary_of(e)
-        self.resumable_step, seconds = step, time.perf_counter() - start
-        print0(f"{step:5d}/{self.cfg.max_steps} saved {path} in {seconds:.1f} s")
-        self.prune(step)
-        return ""
-
-    def prune(self, step):
-        """Delete checkpoints that need not be kept, now that the one for `step` has been written.
-
-        Keep the two newest checkpoints, those at multiples of keep_every, and the one with the
-        lowest validation loss.
-        """
-        found = find_checkpoints(self.path)  # {step: path}
-        older = [other_step for other_step in found if other_step < step]  # the newest step first
-        losses = {other_step: loss for other_step, loss in read_metrics(self.path)["val"]
-                  if other_step in found}
-        keep = {step, *older[:1]}  # the two newest
-        if losses:
-            keep.add(min(losses, key=losses.get))  # the one with the lowest loss
-        every = self.cfg.keep_every
-        keep |= {other_step for other_step in older if every and other_step % every == 0}
-        for other_step in set(older) - keep:
-            with contextlib.suppress(OSError):
-                found[other_step].unlink()
-
-    def plot_in_background(self):
-        """Plot in the background if matplotlib is installed. Cancel a plot that is still queued."""
-        if rank() == 0 and importlib.util.find_spec("matplotlib"):
-            if self.last_plot:
-                self.last_plot.cancel()
-            self.last_plot = self.executor.submit(plot_curves, self.path)
-
-def copy_to_host(content, buffers):
-    """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
-
-    buffers: the buffers of the previous copy, or {}. They are overwritten and used again, which is
-    faster than allocating new ones.
-    The key of a buffer is the address, shape, stride and dtype of the tensor that it is a copy of.
-    Weights keep their address, so each copy finds the buffers of the previous one. Tied weights
-    have the same address, so they share a buffer and are saved only once.
-    """
-    new_buffers = {}
-
-    def copied(part):
-        if isinstance(part, dict):
-            return {key: copied(value) for key, value in part.items()}
-        if isinstance(part, (list, tuple)):
-            return (tuple if isinstance(part, tuple) else list)(map(copied, part))
-        if isinstance(part, np.number):  # torch.load(weights_only=True) cannot load it
-            return part.item()
-        if not torch.is_tensor(part):
-            return part
-        key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
-        if key not in new_buffers:
-            buffer = buffers.get(key)
-            buffer = torch.empty_like(part, device="cpu") if buffer is None else buffer
-            new_buffers[key] = buffer.copy_(part)
-        return new_buffers[key]
-    return copied(content), new_buffers
-
-def open_log(path, step):
-    """Open log.txt for appending.
-
-    First remove the lines from `step` on, since those steps will be repeated.
-    """
-    file = open(path, "ab", buffering=0)  # each line is visible at once
-    kept = 0  # number of bytes
-    for line in path.read_bytes().splitlines(keepends=True):
-        is_complete = line.endswith(b"\n")  # a power cut may have left half a line
-        # A line that a user has added does not match. It is kept if the lines before it are kept
-        match = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
-        if not is_complete or (match and int(match[1]) >= step):
-            break
-        kept += len(line)
-    file.truncate(kept)
-    return file
-
-# ---- Setting up a run. The log and the export in log_dir are not touched until the data, the
-# checkpoint and the model have been checked
-def set_up(cfg, origin, device):
-    """Return the Run for train(). cfg, origin: what resolve_config() returned.
-
-    Raise UserError if the data, the checkpoint and the code do not fit together.
-    """
-    checkpoint, encoding = origin.checkpoint, get_encoding(cfg.encoding)
-    if origin.determines_model:
-        check_model_fits(origin.determines_model, cfg, encoding)
-    loaders = open_data(cfg, encoding)
-    fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
-    cfg = replace(cfg, max_steps=determine_max_steps(cfg, origin, device, loaders))
-    if checkpoint:
-        check_same_training(checkpoint, cfg, fingerprint)
-    folder = RunFolder(cfg, fingerprint, lock)
-    run = build_run(cfg, origin, device, loaders, folder)
-    catch_signals(run.signal_came)
-    warnings = warnings_about(run, checkpoint)
-    folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
-    lines = [description(run, checkpoint), *(f"!!! {warning}" for warning in warnings)]
-    print0("\n".join(lines))
-    return run
-
-def check_model_fits(weights, cfg, encoding):
-    """Raise UserError if a loaded model has the wrong vocabulary or too short a context."""
-    n_vocab, block_size = weights.model_constants["n_vocab"], weights.model_constants["block_size"]
-    if n_vocab != encoding.n_vocab or cfg.T > block_size:
-        raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
-                        f"context of {block_size}, but encoding={cfg.encoding} has "
-                        f"{encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
-
-def determine_max_steps(cfg, origin, device, loaders):
-    """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
-
-    A resumed run with `minutes` keeps the max_steps that was measured when it began. Raise
-    UserError if its checkpoint has different `minutes`.
-    """
-    if cfg.minutes and origin.checkpoint:
-        before = origin.checkpoint["constants"]
-        if before.get("minutes") != cfg.minutes:
-            raise UserError(f"The newest checkpoint in {cfg.log_dir}/ was not written with "
-                            f"minutes={cfg.minutes:g}, but with max_steps={before['max_steps']}: "
-                            "leave out --minutes, or choose a different --log_dir.")
-        return before["max_steps"]
-    if cfg.minutes:
-        return steps_that_fit(cfg, origin, device, loaders)
-    if cfg.epochs:
-        train_loader, _ = loaders
-        return steps_for_epochs(cfg, train_loader.rows_per_epoch)
-    return cfg.max_steps
-
-def steps_for_epochs(cfg, rows_per_epoch):
-    """Return the number of steps in which the data is read cfg.epochs times."""
-    max_steps = 1
-    while rows_before(cfg, max_steps) < cfg.epochs * rows_per_epoch:
-        max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
-    return max_steps
-
-def steps_that_fit(cfg, origin, device, loaders):
-    """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
-
-    The trial steps use a separate Run, which has no folder and is discarded afterwards.
-    """
-    print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
-    run = build_run(replace(cfg, hellaswag_every=0), origin, device, loaders)
-    seconds = []
-    for _ in range(20):
-        before = time.perf_counter()
-        loss, _ = train_step(run)
-        loss.item()  # waits for the GPU
-        seconds.append(time.perf_counter() - before)
-    seconds = sum_over_ranks(torch.tensor(seconds, device=run.device)) / world_size()  # (20,)
-    del run
-    gc.collect()  # a compiled model is part of a reference cycle, which would keep its memory
-    steps = int(60 * cfg.minutes / seconds.median().item())
-    if steps <= cfg.warmup_steps:
-        raise UserError(f"Only {steps} steps fit into minutes={cfg.minutes:g}, which is not more "
-                        f"than warmup_steps={cfg.warmup_steps}: raise --minutes, or lower "
-                        "--warmup_steps.")
-    print0(f"{steps:,} steps fit into {cfg.minutes:g} minutes. To repeat this run on any machine, "
-           f"use --max_steps={steps}")
-    return steps
-
-def build_run(cfg, origin, device, loaders, folder=None):
-    """Return a Run with the model, the optimizers and everything else that train() uses.
-
-    origin: an Origin. loaders: the training loader and the validation loader. folder: a RunFolder,
-    or None for trial steps (see steps_that_fit).
-    """
-    train_loader, val_loader = loaders
-    encoding = get_encoding(cfg.encoding)
-    dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
-    set_attention(cfg, device, dtype)
-    gpt_config = gpt_config_of_run(cfg, encoding, origin.determines_model)
-    raw_model = build_model(cfg, gpt_config).to(device)
-    if origin.to_load:
-        load_weights(raw_model, origin.to_load)
-    state = build_state(raw_model, cfg, dtype)
-    if origin.checkpoint:
-        restore_checkpoint(state, origin.checkpoint, cfg.log_dir)
-    if compiled:
-        raw_model.compile()
-    return Run(
-        cfg=cfg, state=state, device=device, encoding=encoding,
-        ddp_model=wrap_in_ddp(raw_model), train_loader=train_loader, val_loader=val_loader,
-        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-        tokens_per_byte=tokens_per_byte(val_loader, encoding, cfg.val_tokens),
-        hellaswag_data=prepared_hellaswag(cfg, state.eval_model, encoding), folder=folder)
-
-def build_state(raw_model, cfg, dtype):
-    """Return the State at step 0.
-
-    Raise UserError if an edit to the model, the optimizers or State is invalid.
-    """
-    muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
-    optimizers = configure_optimizers(raw_model, cfg, muon_dtype)
-    check_parameters(raw_model, optimizers)
-    device = next(raw_model.parameters()).device
-    scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
-    state = State(raw_model, optimizers, scaler)
-    store_initial_values(state.optimizers)
-    check_can_be_saved(state.state_dict())
-    return state
-
-def restore_checkpoint(state, checkpoint, log_dir):
-    """Load the State that a checkpoint in log_dir contains into `state`.
-
-    checkpoint: what read_checkpoint() returned. Raise UserError if it does not fit the code.
-    """
-    try:
-        state.load_state_dict(checkpoint["state"])
-    except (KeyError, RuntimeError, ValueError) as e:  # names, shapes or groups differ
-        raise UserError(f"The run in {log_dir}/ does not fit train_gpt2.py ({summary_of(e)}): undo "
-                        "the edit, or choose a different --log_dir.") from None
-
-def wrap_in_ddp(raw_model):
-    """Wrap the model in DDP if there are several processes; otherwise return it unchanged."""
-    if world_size() == 1:
-        return raw_model
-    # torch.compile splits a model where DDP's buckets end. With the default of 25 MB per bucket,
-    # there would be 14 graphs. Gradients are views of the buckets, so that they need not be copied
-    return DDP(raw_model, bucket_cap_mb=100, gradient_as_bucket_view=True)
-
-def describe_batch(cfg):
-    """Return the number of tokens per step as text.
-
-    For edits: rows_before() may let the batch grow.
-    """
-    steps = (0, max(0, cfg.max_steps - 1))
-    first, last = [f"{rows_of_step(cfg, step) * cfg.T:,}" for step in steps]
-    return first if first == last else f"{first} to {last}"
-
-def description(run, checkpoint):
-    """Return the lines that describe a run at its start."""
-    cfg, state = run.cfg, run.state
-    dtype, compiled = pick_dtype(cfg.dtype, run.device), pick_compile(cfg.compile, run.device)
-    dtype_name = str(dtype).removeprefix("torch.")
-    epochs = rows_before(cfg, cfg.max_steps) / run.train_loader.rows_per_epoch
-    n_parameters = sum(p.numel() for p in state.raw_model.parameters())
-    groups = [f"{sum(p.numel() for p in group['params']):,} in {len(group['params'])} tensors by "
-              f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0.0)}"
-              for optimizer in state.optimizers for group in optimizer.param_groups]
-    entries = {
-        "data": f"{cfg.data}: {run.folder.fingerprint}",
-        "model": f"{n_parameters:,} parameters, init_from={cfg.init_from}: "
-                 f"{state.raw_model.config}",
-        "training": f"{cfg.max_steps:,} steps of {describe_batch(cfg)} tokens, "
-                    f"{epochs:.2f} epochs",
-        "optimizer": "; ".join(groups),
-        "machine": f"{world_size()} x {run.device.type}, {dtype_name}, compile={compiled}, "
-                   f"B={cfg.B}",
-        "log": f"{Path(cfg.log_dir, 'log.txt')}, from step {state.step} on"}
-    lines = [f"{name:9} {text}" for name, text in entries.items()]
-    if checkpoint and cfg.max_steps > checkpoint["constants"]["max_steps"]:
-        lines.append(f"max_steps was {checkpoint['constants']['max_steps']}, is {cfg.max_steps}: "
-                     "the learning rate follows a new schedule.")
-    if 0 < cfg.max_steps <= state.step:
-        lines.append("This run is finished. It is only validated, sampled and exported again.")
-    return "\n".join(lines)
-
 # ---- Monitoring. log.txt is for programs, stdout for people. Each step is checked before it is
 # reported, and the weights before they are saved
 def report(run, step, metric, value, note="", print_always=False):
@@ -2294,13 +2147,14 @@ def gather_from_ranks(loss, norm, signal_came):
     return torch.stack(everyones).T.tolist()
 
 def record_duration(run, seconds):
-    """Record the duration of a step.
+    """Append the duration of a step to run.step_seconds, and add it to State.minutes.
 
     State.minutes excludes the first step after each start, which may consist mostly of compilation.
     """
-    run.step_seconds.append(seconds)
-    if len(run.step_seconds) > 1:
+    is_first_step = not run.step_seconds
+    if not is_first_step:
         run.state.minutes += seconds / 60
+    run.step_seconds.append(seconds)
 
 def check_step(run, step, losses, norms):
     """If processes disagree or the model has diverged, write this to run.json and raise UserError.
@@ -2464,9 +2318,9 @@ def print_sample(run):
             text = sample_text(state.eval_model, run.encoding, cfg, seed=cfg.seed + state.step)
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
-def sample_only(cfg, origin, device):
-    """Print cfg.sample samples from the weights in `origin`, computed in float32."""
-    encoding, weights = get_encoding(cfg.encoding), origin.to_load
+def sample_only(cfg, weights, device):
+    """Print cfg.sample samples from the model with these Weights, computed in float32."""
+    encoding = get_encoding(cfg.encoding)
     model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights)).to(device)
     load_weights(model, weights)
     print0(f"Samples from {weights.source}:")
@@ -2509,7 +2363,7 @@ def finish(run, stopped):
 def save_last_step(run):
     """Make sure that the run can be resumed from the current step. Raise UserError if it cannot."""
     check_weights(run)
-    run.folder.save_in_background(run.state)
+    run.folder.save_if_needed(run.state)
     error = run.folder.wait_for_save()
     if error:
         raise UserError(f"Step {run.state.step} is not saved ({error}): free some space, and "
@@ -2562,7 +2416,7 @@ def export(run):
         checkpoint_path = checkpoint_to_use(path)
         if checkpoint_path:
             content = read_checkpoint(checkpoint_path)
-        else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.resumable_step)
+        else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.save_if_needed)
             content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(content, str(checkpoint_path or "the model"))
         model = build_model(run.cfg, run.state.raw_model.config)
@@ -2572,6 +2426,147 @@ def export(run):
                "hellaswag.py")
     except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {summary_of(e)}.")
+
+# ---- Hugging Face. A model is read or exported only if transformers computes the same logits.
+
+# Hugging Face's GPT-2 stores these matrices as (in, out), and nn.Linear as (out, in)
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+
+def load_hugging_face(name):
+    """Return the GPT in a Hugging Face folder or hub repository.
+
+    Raise UserError if it cannot be loaded or does not return the same logits as transformers.
+    """
+    try:
+        import transformers
+        transformers.logging.disable_progress_bar()
+        hf_model, info = transformers.GPT2LMHeadModel.from_pretrained(
+            name, output_loading_info=True)
+        c = hf_model.config
+        n_vocab = c.vocab_size  # transformers uses the name vocab_size for the number of token ids
+        model = GPT(GPTConfig(
+            block_size=c.n_positions, n_vocab=n_vocab, vocab_size=padded(n_vocab),
+            n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
+        source, target = hf_model.state_dict(), model.state_dict()
+        if info["missing_keys"]:  # transformers has given these weights random values
+            raise ValueError(f"it lacks {min(info['missing_keys'])}")
+        if unknown := source.keys() - target.keys():
+            raise ValueError(f"GPT in train_gpt2.py has no {min(unknown)}")
+        for key, weight in source.items():
+            weight = weight.t() if key.endswith(TRANSPOSED) else weight
+            # target[key] shares its memory with the model. Only its first rows are overwritten,
+            # since our embedding is padded
+            target[key][:len(weight)].copy_(weight)
+        check_same_function(model, hf_model, end_of_text=n_vocab - 1)
+    except Exception as e:  # reading files and downloading may raise any exception
+        raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
+                        f"be loaded as a Hugging Face GPT-2 ({summary_of(e)}): check the name."
+                        ) from None
+    return model
+
+def save_hugging_face(model, folder, encoding=None):
+    """Write the model and its tokenizer to a folder that transformers can load.
+
+    Raise UserError if transformers would return different logits or token ids.
+    """
+    import transformers
+    model = copy.deepcopy(model).to("cpu")  # check_same_function() compares on the CPU
+    c = model.config
+    end = encoding.eot_token if encoding else c.n_vocab - 1
+    hf_model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=c.n_vocab, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
+        n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
+        n_ctx=c.block_size))  # llama.cpp's converter requires n_ctx
+    hf_model.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
+    weights = {}
+    for key, weight in model.state_dict().items():
+        if key in ("transformer.wte.weight", "lm_head.weight"):
+            weight = weight[:c.n_vocab]
+        weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
+    try:
+        hf_model.load_state_dict(weights)
+        check_same_function(model, hf_model, end)
+        tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
+    except (RuntimeError, ValueError) as e:
+        raise UserError("transformers would give different results "
+                        f"({summary_of(e)})") from None
+    transformers.logging.disable_progress_bar()
+    hf_model.save_pretrained(folder, max_shard_size="50GB")  # in one file
+    if encoding:
+        tokenizer.save_pretrained(folder)
+
+@torch.no_grad()
+def check_same_function(ours, hf_model, end_of_text):
+    """Raise ValueError if our model and a Hugging Face model return different logits.
+
+    Both models must be on the CPU.
+    """
+    c = ours.config
+    idx = torch.randint(c.n_vocab, (1, c.block_size), generator=torch.Generator().manual_seed(0))
+    # Put an end-of-text token in the middle. If an edit stops attention there, the logits differ,
+    # because transformers' model has no such rule
+    idx[0, c.block_size // 2] = end_of_text
+    theirs = hf_model.float().eval()(idx).logits
+    differences = (ours(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
+    if not differences.max() < 1e-3:  # also true for NaN
+        raise ValueError(f"logits differ by {differences.max():.1%}")
+
+# ---- Checkpoints from earlier versions of this script
+def converted_to_todays_format(content):
+    """Convert the content of a checkpoint to the current format, and return it.
+
+    A checkpoint has no version number. Its age is inferred from its entries. Each of the following
+    functions converts an older format to the next newer one. A still older checkpoint goes through
+    all of them.
+    """
+    if "model" in content:
+        content = rename_entries(content)
+    if "state" not in content:
+        content = move_into_state(content)
+    rename_to_initial(content["state"].get("optimizers", []))
+    return content
+
+def rename_entries(content):
+    """Convert a checkpoint written on or before 23 November 2026.
+
+    Some entries had other names. The attributes of State are left at the top level, where
+    move_into_state() finds them.
+    """
+    content = dict(content)
+    # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
+    # "trained", held those of raw_model
+    content["eval_model"] = content.pop("model")
+    content["raw_model"] = content.pop("trained", content["eval_model"])
+    content |= content.pop("numbers", {})  # the numbers in State, such as `step`
+    for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
+        optimizer["class"] = name
+    # Tokens were not counted yet
+    content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
+    return content
+
+def move_into_state(content):
+    """Convert a checkpoint written on or before 24 November 2026.
+
+    The attributes of State were stored at the top level, not in an entry named "state".
+    """
+    others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
+    state = {name: value for name, value in content.items() if name not in others}
+    return {name: content[name] for name in others if name in content} | {"state": state}
+
+def rename_to_initial(optimizers):
+    """Convert the optimizers in a checkpoint written on 24 or 25 November 2026.
+
+    Their groups had an entry "as_built" and later "in_code", which is now called "initial".
+    """
+    for optimizer in optimizers:
+        if "class" not in optimizer:  # For edits: an object that is not a torch.optim.Optimizer
+            continue
+        for group in optimizer["param_groups"]:
+            # If a group has two of these entries, the newest one counts
+            entries = [group.pop(name) for name in ("as_built", "in_code", "initial")
+                       if name in group]
+            if entries:
+                group["initial"] = entries[-1]
 
 if __name__ == "__main__":
     main()

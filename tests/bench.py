@@ -248,8 +248,7 @@ def training_run(**constants):
     cfg = t.Config(**dict(data=".", hellaswag_every=0, device=DEVICE) | constants)
     t.check_config(cfg)
     cfg = dataclasses.replace(cfg, B=t.fitting_B(cfg))
-    origin = t.Origin()
-    run = t.set_up(cfg, origin, t.set_up_device(cfg.device))
+    run = t.set_up(cfg, None, None, t.set_up_device(cfg.device))
     with run.folder.executor:  # its end waits for a save in progress
         yield run
 
@@ -594,7 +593,7 @@ def save_side(**constants):
         block, found = os.urandom(2**20), []
         for _ in range(5):
             run.state.step += 1
-            stall = seconds_of(run.folder.save_in_background, run.state)
+            stall = seconds_of(run.folder.save_if_needed, run.state)
             whole = stall + seconds_of(run.folder.wait_for_save)
             size = t.newest_checkpoint(run.folder.path).stat().st_size
             blocks = [block] * (size // len(block))

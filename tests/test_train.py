@@ -60,7 +60,7 @@ def test_the_quick_start_and_then_the_full_run(tmp_path, monkeypatch):
     assert float(bits) == pytest.approx(float(val) / np.log(2), abs=1e-3)  # each token is one byte
     save_shards(tmp_path / "edu_fineweb10B")
     monkeypatch.chdir(tmp_path)
-    cfg, _, lines = t.resolve_config({"encoding": "bytes"})  # the settings with shards
+    cfg, *_, lines = t.resolve_config({"encoding": "bytes"})  # the settings with shards
     assert cfg == t.Config(encoding="bytes") and "settings  Config" in lines
 
 def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch):
@@ -74,9 +74,9 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     assert all(f"{name}={expected[name]!r}" in lines for name in t.SMALL)
     assert "SMALL" in lines and "Quick start" not in lines
     save_shards(tmp_path / "shards")
-    cfg, origin, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
+    cfg, *start, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
     assert cfg == t.Config(data="shards", encoding="bytes", n_layer=5, seed=7)
-    assert origin == t.Origin()
+    assert start == [None, None]
     assert "Config" in lines and "SMALL" not in lines
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
@@ -92,8 +92,8 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     weights = t.weights_in_checkpoint(content, "weights")
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
-    cfg, origin, lines = t.resolve_config(given)
-    assert origin.to_load is origin.determines_model is weights and origin.checkpoint is None
+    cfg, *start, lines = t.resolve_config(given)
+    assert start == [weights, None]
     gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights)
     assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
     assert "FINETUNE" in lines and "weights   weights sets encoding='bytes' (not 'gpt2')" in lines
@@ -243,7 +243,7 @@ def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
     cfg = t.Config(max_steps=3, save_every=2, keep_every=0, eval_every=2, hellaswag_every=3,
                    sample_every=2)
     run = MagicMock(cfg=cfg, state=state)
-    run.folder.save_in_background = lambda _: seen.append("save")
+    run.folder.save_if_needed = lambda _: seen.append("save")
     run.folder.plot_in_background = lambda: seen.append("plot")
 
     def train_step(run):
