@@ -61,9 +61,9 @@ class Score(NamedTuple):
 def iterate_examples(split="val"):
     """Read and check all of HellaSwag's questions. Return an iterator over them in file order.
 
-    Each question is a dict with at least "ctx" (text), "endings" (4 texts) and "label" (int). If DATA is missing, they are first
-    downloaded and saved there. Raise UserError if that fails or if DATA is damaged, and ValueError
-    if the split is not "val".
+    Each question is a dict with at least "ctx" (text), "endings" (4 texts) and "label" (int). If
+    DATA is missing, they are first downloaded and saved there. Raise UserError if that fails or if
+    DATA is damaged, and ValueError if the split is not "val".
     """
     if split != "val":
         raise ValueError(f"split={split}: HellaSwag is scored on its validation split, val")

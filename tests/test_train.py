@@ -239,7 +239,7 @@ def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
 
     Saves, evaluations and samples happen when they are due. A signal ends the loop.
     """
-    seen, state = [], mock.Mock(step=0)
+    seen, state = [], mock.Mock(step=0, minutes=0.0)
     cfg = t.Config(max_steps=3, save_every=2, keep_every=0, eval_every=2, hellaswag_every=3,
                    sample_every=2)
     run = MagicMock(cfg=cfg, state=state)
