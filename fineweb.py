@@ -535,15 +535,12 @@ def manifest_settings(cfg, files, shards):
 
     They are everything that determines the content of the shards: shard_size, the encoding, and the
     name and size of each file up to the one in which the last shard ends.
-
-    If the last shard ends with the corpus, its tokens would have been different if there had been
-    another file. So if one is added later, include it. Then the settings are not those in the
-    manifest, and find_finished() refuses to continue.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    # At the end of the corpus, end.file_number is the number that an added file would have.
     n_files = shards[-1].end.file_number + 1 if shards else 0
+    # If the last shard ends with the corpus, n_files is len(files) + 1. So if files are added to
+    # the corpus later, the first of them changes the settings, and find_finished() reports this.
     for number, (url, size) in enumerate(files[:n_files]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings

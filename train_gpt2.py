@@ -219,7 +219,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        self.dropout = nn.Dropout(config.dropout)  # applied by scaled_dot_product_attention()
+        self.dropout = nn.Dropout(config.dropout)  # not called: forward() passes its p on
 
     def forward(self, x):
         B, T, C = x.shape
@@ -732,7 +732,8 @@ def step_optimizers(state, cfg, norm):
     overflowed = state.scaler.is_enabled() and not norm.isfinite()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # group["initial"] holds the values with which configure_optimizers() built the group
+            # group["initial"] holds the values with which the group was built (in part two,
+            # store_initial_hyperparameters() adds this entry to each group)
             group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         if not overflowed:
             state.scaler.step(optimizer)
@@ -758,7 +759,7 @@ def train(run):
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails
-            check_weights(run)
+            check_same_weights(run)
             run.folder.save_if_needed(state)
         if due(cfg.eval_every, run):
             validate(run)
@@ -866,6 +867,7 @@ def resolve_config(flags, device=torch.device("cpu")):
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
+    # The values of flags are still text, which make_config() converts
     chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, chosen)
     weights, checkpoint = find_start(cfg, device)
@@ -905,15 +907,16 @@ def choose_preset(data, flags):
 def find_start(cfg, device):
     """Return the Weights and the checkpoint that a command starts from. Both may be None.
 
+    The Weights have two purposes. First, they determine the constants of the model. (If they are
+    None, Config determines the constants.) Second, they are loaded into the model, unless there is
+    a checkpoint, which contains all weights.
+
         command                            Weights                    checkpoint
         --sample                           those to sample from       None
         new run with init_from=scratch     None                       None
         new run with init_from=gpt2        those of gpt2              None
         resumed run (init_from=scratch)    None                       the newest in log_dir
         resumed run (init_from=gpt2)       those in the checkpoint    the newest in log_dir
-
-    The Weights determine the constants of the model. If they are None, Config determines them. If
-    there is no checkpoint, the Weights are also loaded into the model.
 
     A checkpoint is what read_checkpoint() returned. Raise UserError if a file cannot be read.
     """
@@ -1036,7 +1039,7 @@ def set_up(cfg, weights, checkpoint, device):
     """
     encoding = get_encoding(cfg.encoding)
     if weights:
-        check_weights_fit(weights, cfg, encoding)
+        check_model_fits(weights, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
     cfg = replace(cfg, max_steps=determine_max_steps(cfg, weights, checkpoint, device, loaders))
@@ -1051,7 +1054,7 @@ def set_up(cfg, weights, checkpoint, device):
     print0("\n".join(lines))
     return run
 
-def check_weights_fit(weights, cfg, encoding):
+def check_model_fits(weights, cfg, encoding):
     """Raise UserError if a loaded model has the wrong vocabulary or too short a context."""
     n_vocab, block_size = weights.model_constants["n_vocab"], weights.model_constants["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
@@ -1478,7 +1481,7 @@ def read_weights(name):
         if is_of_other_code(weights.code):
             print0(f"Note: {path} was written by different code.")
         return weights
-    model = load_hugging_face(name)
+    model = gpt_from_hugging_face(name)
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
     # For edits: a constant that you have added to GPTConfig is unknown to transformers
@@ -1658,17 +1661,18 @@ def restore_state(state, saved):
 def check_restorable(state, saved):
     """Raise ValueError if an attribute of State cannot be restored from `saved`.
 
-    For edits: code that resumes a run may have added or removed attributes. Two cases would go
-    wrong. A new tensor or object, for example a copy of the initial weights, would be made from the
-    weights of this moment instead. And if State had an object that the code no longer creates, the
-    attribute would become the dict that the object's state_dict() returned. (In a checkpoint, such
-    a dict looks like an attribute that was a dict already.)
+    For edits: the code may have been edited since the checkpoint was written. Two edits would go
+    wrong. If State now has another tensor or object, it would keep the value that it has when State
+    is created, before the weights are restored. For example, an average of the weights would begin
+    with the initial weights. And if State no longer has an object, its place would be taken by the
+    dict that its state_dict() returned.
     """
     for name, value in vars(state).items():
         if name not in saved and (is_stateful(value) or has_tensors(value)):
             raise ValueError(f"the checkpoint does not contain State.{name}")
     for name, saved_value in saved.items():
         value = getattr(state, name, None)
+        # A saved dict is the content of an object, or the attribute was a dict
         if isinstance(saved_value, dict) and not (is_stateful(value) or isinstance(value, dict)):
             raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
                              "State has none when it is created")
@@ -1688,6 +1692,14 @@ def is_stateful(value):
     if isinstance(value, list):
         return any(is_stateful(part) for part in value)
     return hasattr(value, "load_state_dict")
+
+def has_tensors(value):
+    """Return whether a value is a tensor, or a list or dict that contains one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(has_tensors(part) for part in value)
+    return torch.is_tensor(value)
 
 def moved(content, device):
     """Return nested content with its tensors on a device."""
@@ -2086,14 +2098,6 @@ def unsavable_part(content):
     # np.number is allowed, because copy_to_host() turns it into a Python number before the save
     return None if isinstance(content, (torch.Tensor, np.number)) else content
 
-def has_tensors(value):
-    """Return whether a value is a tensor, or a list or dict that contains one."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(has_tensors(part) for part in value)
-    return torch.is_tensor(value)
-
 @torch.no_grad()
 def loss_warning(run):
     """Return a warning if the model's loss in eval mode is not the cross-entropy."""
@@ -2164,7 +2168,7 @@ def check_step(run, step, losses, norms):
     fail_if(problem_with_norms(step, norms), run)
     fail_if(problem_with_loss(run, step, sum(losses), norms[0]), run)
 
-def check_weights(run):
+def check_same_weights(run):
     """If processes have different weights, write this to run.json and raise UserError."""
     fail_if(problem_with_weights(run.state.raw_model), run)
 
@@ -2362,7 +2366,7 @@ def finish(run, stopped):
 
 def save_last_step(run):
     """Make sure that the run can be resumed from the current step. Raise UserError if it cannot."""
-    check_weights(run)
+    check_same_weights(run)
     run.folder.save_if_needed(run.state)
     error = run.folder.wait_for_save()
     if error:
@@ -2432,7 +2436,7 @@ def export(run):
 # Hugging Face's GPT-2 stores these matrices as (in, out), and nn.Linear as (out, in)
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
-def load_hugging_face(name):
+def gpt_from_hugging_face(name):
     """Return the GPT in a Hugging Face folder or hub repository.
 
     Raise UserError if it cannot be loaded or does not return the same logits as transformers.

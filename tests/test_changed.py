@@ -461,7 +461,7 @@ def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
              "n_embd": 16}
     flags = {"data": str(write_text(tmp_path)), "init_from": "w", "width": "30"}
     # transformers' GPT-2 lacks the constant, so the model has GPTConfig's default
-    monkeypatch.setattr(t, "load_hugging_face", lambda name: t.GPT(t.GPTConfig(**known)))
+    monkeypatch.setattr(t, "gpt_from_hugging_face", lambda name: t.GPT(t.GPTConfig(**known)))
     of_transformers = t.read_weights("w")
     of_checkpoint = t.Weights("w", known | {"width": 30.0}, "bytes", {})
     for weights in (of_transformers, of_checkpoint):
@@ -702,7 +702,7 @@ def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_never
     cfg = t.Config(**saved["constants"])
     loss = t.validation_loss(stub_run(average, cfg, ids()), t.open_data(cfg, encoding)[1])
     assert read_log(again.log_dir)[20, "val"] == pytest.approx(loss, abs=2e-6)
-    exported = t.load_hugging_face(str(again.log_dir / "hf")).state_dict()
+    exported = t.gpt_from_hugging_face(str(again.log_dir / "hf")).state_dict()
     new = t.build_model(cfg, t.gpt_config_of_run(cfg, encoding)).state_dict()
     for name, weight in saved["eval_model"].items():
         assert torch.equal(exported[name], weight)
@@ -940,7 +940,7 @@ def test_an_edit_of_the_first_weights_does_not_change_trained_weights(folder):
     run = succeed(Forked(run.log_dir, arrange={halved_gain: 0}, **flags))
     gain = load(run.log_dir / "checkpoint_00005.pt")["eval_model"]["transformer.ln_f.weight"]
     assert 0.4 < gain.mean() < 0.6
-    exported = t.load_hugging_face(str(run.log_dir / "hf")).transformer.ln_f.weight
+    exported = t.gpt_from_hugging_face(str(run.log_dir / "hf")).transformer.ln_f.weight
     assert torch.equal(exported, gain)
     seen = folder / "seen gain"
     succeed(Forked(run.log_dir, sample=1, arrange={halved_gain: 0, write_gain_of_sample: seen}))

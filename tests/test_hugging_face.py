@@ -77,7 +77,7 @@ def test_weights_in_the_format_of_the_hub_are_loaded(tmp_path):
     weights = {key.removeprefix("transformer."): weight for key, weight in weights.items()}
     weights |= {f"h.{i}.attn.bias": torch.ones(1, 1, 32, 32).tril() for i in range(2)}
     safetensors.save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    assert_same_logits(t.load_hugging_face(tmp_path), hf)
+    assert_same_logits(t.gpt_from_hugging_face(tmp_path), hf)
 
 @pytest.fixture(params=("bytes", "gpt2", "p50k_base", "cl100k_base"))
 def encoding(request):
@@ -170,7 +170,7 @@ def test_a_run_starts_from_a_hugging_face_folder(trained):
     last = t.GPT.from_pretrained(weights)
     assert (last.config.block_size, weights.encoding_name) == (48, "bytes")
     assert not torch.equal(last.transformer.ln_f.bias, trained.hf.transformer.ln_f.bias)
-    assert_same_weights(t.load_hugging_face(trained.folder / "log" / "hf"), last)
+    assert_same_weights(t.gpt_from_hugging_face(trained.folder / "log" / "hf"), last)
     given = {"data": f"{trained.folder}/text.txt", "log_dir": f"{trained.folder}/log"}
     assert t.resolve_config(given | {"init_from": "gone"})[0].n_embd == 16  # from log/
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained.folder / "log" / "hf")
@@ -237,7 +237,7 @@ def test_a_bad_folder_is_reported_in_one_line(change, expected, tmp_path):
         config = json.loads((tmp_path / "config.json").read_text())
         (tmp_path / "config.json").write_text(json.dumps(config | change))
     with pytest.raises(t.UserError, match=rf"cannot be loaded .*{expected}") as e:
-        t.load_hugging_face(tmp_path)
+        t.gpt_from_hugging_face(tmp_path)
     assert "\n" not in str(e.value)
 
 def save_checkpoint(path, model, **more):
