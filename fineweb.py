@@ -320,7 +320,7 @@ def read_batches(urls, start_file, start_row):
     if a file cannot be read.
     """
     import fsspec  # datasets and torch depend on it, so it is always installed
-    row = start_row  # the first row of the current batch, or of the next one
+    row = start_row  # where the batch starts that is being read
     for file_number in range(start_file, len(urls)):
         url = urls[file_number]
         is_parquet = url.endswith(".parquet")

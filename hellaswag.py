@@ -180,7 +180,7 @@ def prepare(examples, model, encode=gpt2_encode):
     model's device determines the size of the batches.
     """
     config = getattr(model, "config", None)
-    # In transformers, block_size is max_position_embeddings, for GPT-2 an alias of n_positions
+    # In transformers, this number is called max_position_embeddings
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
     rows, labels, n_tokens, n_truncated = [], [], [], 0
     for example in examples:

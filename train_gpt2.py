@@ -72,7 +72,10 @@ from fineweb import (  # noqa: E402
 # ---- Constants. --help prints the comment at the end of each line
 @dataclass(frozen=True)
 class Config:
-    """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1)."""
+    """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1).
+
+    As long as edu_fineweb10B contains no shards, the default of `data` is input.txt.
+    """
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
     shuffle: bool = True            # read the data in a random order, a new one in each epoch
@@ -143,10 +146,11 @@ FINETUNE = dict(
 # weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
 # When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std
 #
-# For edits: until then, the weight is filled with PLACEHOLDER, and only elements that still have
-# this value are drawn. So a layer may set some elements of its weight itself, for example to 0. But
-# if it multiplies the weight, or copies it into a new parameter, the result is not drawn and stays
-# very large. check_parameters() reports this before the first step
+# For edits: draw_later() also sets all elements of the weight to PLACEHOLDER, and init_weights()
+# draws only elements that still have this value. So a layer may set some elements of its weight
+# itself, for example to 0. But if it multiplies the weight, or copies it into a new parameter, the
+# result is not drawn. It is then far too large, which check_parameters() reports before the first
+# step
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -173,7 +177,7 @@ def init_weights(model, seed):
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
-    """Return a seed that is derived from numbers and names, as in seed_from(cfg.seed, "wte")."""
+    """Return a seed that is derived from numbers and strings, as in seed_from(seed, name)."""
     numbers = [zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key]
     return int(np.random.SeedSequence(numbers).generate_state(1)[0])
 
@@ -305,7 +309,8 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, vocab_size)
         # Give the padding the probability 0. (If its columns were dropped before the loss, a
         # compiled step on an H100 would take 5% longer. If the mask came after float(), a step with
-        # B=64 would need 6 GiB more.) For edits: change logits, for example cap them, before this
+        # B=64 would need 6 GiB more.)
+        # For edits: if you change the logits, for example cap them, do it before the next two lines
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill(padding, -math.inf).float()
         loss = None
@@ -701,8 +706,8 @@ def train_step(run):
             with run.autocast():
                 _, loss = ddp_model(x, y, return_logits=False)
             # `loss` is the mean over this micro-batch's targets. The loss of the step, which is the
-            # mean over all targets of the step, is a sum with one part for each micro-batch. (The
-            # fractions are equal, unless targets are masked)
+            # mean over all targets of the step, is a sum with one part for each micro-batch. (All
+            # micro-batches have the same number of targets, unless some are masked)
             part = loss * ((y != -100).sum() / n_targets)
             # Gradients of micro-batches are added up, but DDP takes the mean over the processes,
             # not their sum. So multiply by world_size()
@@ -806,6 +811,32 @@ def train(run):
 # The first sections contain these functions in this order. The others contain what these functions
 # and train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring
 # and the end of a run
+
+# ---- What a command may start from: the Weights of a trained model, or a checkpoint. A checkpoint
+# is a dict that is stored as a file in log_dir. It has these entries:
+#
+#     state         State.state_dict(), from which a run is resumed
+#     eval_model    State.eval_model.state_dict(): the weights for samples, for the export and for
+#                   --init_from
+#     gpt_config    the GPTConfig of the model, as a dict
+#     encoding      the name of the encoding
+#     constants     the run's Config, as a dict
+#     data          the fingerprint of the training data
+#     code          the checksum of the code
+#
+# A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once
+@dataclass
+class Weights:
+    """The weights of a trained model, and what is known about the model."""
+    source: str                # the file, folder or hub name that the weights come from
+    # The known constants of the model's GPTConfig. dropout is never among them, because it belongs
+    # to the training and not to the weights
+    model_constants: dict
+    encoding_name: str | None  # None if it is unknown
+    tensors: dict              # the state_dict of a GPT
+    code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
+
+# ---- The start and the end of the program
 def main():
     """Do what the command line asks. On a UserError, print its message and exit with status 1."""
     sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
@@ -918,7 +949,7 @@ def find_start(cfg, device):
         resumed run (init_from=scratch)    None                       the newest in log_dir
         resumed run (init_from=gpt2)       those in the checkpoint    the newest in log_dir
 
-    A checkpoint is what read_checkpoint() returned. Raise UserError if a file cannot be read.
+    Raise UserError if a file cannot be read.
     """
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
@@ -971,7 +1002,8 @@ def values_for_fine_tuning(weights):
 def constants_of_model(weights):
     """Return the constants of a model that are also in Config, and its encoding, if it is known.
 
-    Config's T is not among them, since rows may be shorter than the model's block_size.
+    T and dropout are not among them: rows may be shorter than the model's block_size, and Weights
+    do not include dropout.
     """
     names = asdict(Config()).keys()
     values = {name: value for name, value in weights.model_constants.items() if name in names}
@@ -1457,19 +1489,8 @@ def tokens_per_byte(loader, encoding, val_tokens):
                   for token in counts.nonzero()[0].tolist() if token != encoding.eot_token)
     return counts.sum() / max(1, n_bytes)
 
-# ---- Weights of a trained model. They may come from an edited copy of this file, or from Hugging
+# ---- Reading and loading weights. They may come from an edited copy of this file, or from Hugging
 # Face. So they may not fit the GPT in this file
-@dataclass
-class Weights:
-    """The weights of a trained model, and what is known about the model."""
-    source: str                # the file, folder or hub name that the weights come from
-    # The known constants of the model's GPTConfig. dropout is never among them, because it belongs
-    # to the training and not to the weights
-    model_constants: dict
-    encoding_name: str | None  # None if it is unknown
-    tensors: dict              # the state_dict of a GPT
-    code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
-
 def read_weights(name):
     """Return the Weights from a .pt file, a run's folder, a Hugging Face folder or the hub.
 
@@ -1489,12 +1510,12 @@ def read_weights(name):
     constants = {key: getattr(model.config, key) for key in known}
     return Weights(name, constants, encoding_name, model.state_dict())
 
-def weights_in_checkpoint(content, source):
-    """Return the Weights of eval_model. content: what read_checkpoint() returned."""
-    model_constants = dict(content["gpt_config"])
+def weights_in_checkpoint(checkpoint, source):
+    """Return the Weights of eval_model in a checkpoint."""
+    model_constants = dict(checkpoint["gpt_config"])
     model_constants.pop("dropout", None)
-    return Weights(source, model_constants, content["encoding"], content["eval_model"],
-                   content.get("code"))
+    return Weights(source, model_constants, checkpoint["encoding"], checkpoint["eval_model"],
+                   checkpoint.get("code"))
 
 def gpt_config_of_run(cfg, encoding, weights=None):
     """Return the GPTConfig of the model that a command builds.
@@ -1545,22 +1566,10 @@ def load_pretrained(cls, source, constants):
     load_weights(model, weights)
     return model
 
-# ---- Checkpoints. A checkpoint is a file with a dict of these entries:
-#
-#     state         State.state_dict(), from which a run is resumed
-#     eval_model    State.eval_model.state_dict(): the weights for samples, for the export and for
-#                   --init_from
-#     gpt_config    the GPTConfig of the model, as a dict
-#     encoding      the name of the encoding
-#     constants     the run's Config, as a dict
-#     data          the fingerprint of the training data
-#     code          the checksum of the code
-#
-# A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once.
-# A file is read only if it is undamaged. Only plain values are loaded, because loading arbitrary
-# Python objects could run code
+# ---- Making, finding and reading checkpoints. A file is read only if it is undamaged. Only plain
+# values are loaded, because loading arbitrary Python objects could run code
 def checkpoint_of(state, cfg, fingerprint):
-    """Return the content of a checkpoint of `state`."""
+    """Return a checkpoint of `state`."""
     return {
         "state": state.state_dict(), "eval_model": state.eval_model.state_dict(),
         "gpt_config": asdict(state.raw_model.config), "encoding": cfg.encoding,
@@ -1625,7 +1634,7 @@ def first_undamaged(paths, folder):
     return None
 
 def read_checkpoint(path, mmap=True):
-    """Verify a checkpoint's checksums, which torch.load ignores, and return its content.
+    """Verify the checksums of a checkpoint's file, which torch.load ignores, and return its dict.
 
     mmap: whether to read tensors from the disk only when they are used. Raise UserError if the file
     is damaged or is not a checkpoint.
@@ -1634,12 +1643,12 @@ def read_checkpoint(path, mmap=True):
         with zipfile.ZipFile(path) as archive:  # the format that torch.save writes
             if archive.testzip():
                 raise ValueError("a checksum is wrong")
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
-        if "gpt_config" not in content:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        if "gpt_config" not in checkpoint:
             raise ValueError("this script did not write it")
     except Exception as e:  # reading a damaged file may raise any exception
         raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}).") from None
-    return converted_to_todays_format(content)
+    return converted_to_todays_format(checkpoint)
 
 # ---- Restoring State from the entry "state" of a checkpoint
 def restore_state(state, saved):
@@ -1909,11 +1918,11 @@ class RunFolder:
             write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
     def save_if_needed(self, state):
-        """Start saving `state` in the background, unless the run can be resumed from it anyway.
+        """Save `state` in the background, unless this step need not be saved.
 
-        That is so if this step was already saved, and before step 0 of a run from scratch, since
-        the seed determines the initial weights. Training waits only for the previous save and for
-        the copy to host memory.
+        A step need not be saved if the newest checkpoint belongs to it. Neither does step 0 of a
+        run from scratch, since the seed determines the initial weights. Training waits only for the
+        previous save and for the copy to host memory.
         """
         if rank() != 0:
             return
@@ -1923,25 +1932,25 @@ class RunFolder:
             return
         with contextlib.suppress(OSError):
             os.fsync(self.log.fileno())  # a step's log must be on disk before its checkpoint
-        content = checkpoint_of(state, self.cfg, self.fingerprint)
-        check_can_be_saved(content["state"])
-        content, self.host_buffers = copy_to_host(content, self.host_buffers)
-        self.last_save = self.executor.submit(self.write_checkpoint, content)
+        checkpoint = checkpoint_of(state, self.cfg, self.fingerprint)
+        check_can_be_saved(checkpoint["state"])
+        checkpoint, self.host_buffers = copy_to_host(checkpoint, self.host_buffers)
+        self.last_save = self.executor.submit(self.write_checkpoint, checkpoint)
 
     def wait_for_save(self):
         """Wait until the latest save has finished. Return its error message, or ""."""
         return self.last_save.result() if self.last_save else ""
 
-    def write_checkpoint(self, content):
+    def write_checkpoint(self, checkpoint):
         """Write and verify a checkpoint, then delete older ones that need not be kept.
 
         Return "", or an error message if the checkpoint cannot be written.
         """
-        step, start = content["state"]["step"], time.perf_counter()
+        step, start = checkpoint["state"]["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
             # write_whole() reads the new file back before it gives the file its name
-            write_whole(path, lambda file: torch.save(content, file), verify=read_checkpoint)
+            write_whole(path, lambda file: torch.save(checkpoint, file), verify=read_checkpoint)
         except (OSError, RuntimeError, UserError) as e:
             while e.__context__:  # torch.save raises a RuntimeError that hides an OSError
                 e = e.__context__
@@ -2419,10 +2428,10 @@ def export(run):
     try:
         checkpoint_path = checkpoint_to_use(path)
         if checkpoint_path:
-            content = read_checkpoint(checkpoint_path)
+            checkpoint = read_checkpoint(checkpoint_path)
         else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.save_if_needed)
-            content = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
-        weights = weights_in_checkpoint(content, str(checkpoint_path or "the model"))
+            checkpoint = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
+        weights = weights_in_checkpoint(checkpoint, str(checkpoint_path or "the model"))
         model = build_model(run.cfg, run.state.raw_model.config)
         load_weights(model, weights)
         save_hugging_face(model, path / "hf", run.encoding)
@@ -2516,46 +2525,47 @@ def check_same_function(ours, hf_model, end_of_text):
         raise ValueError(f"logits differ by {differences.max():.1%}")
 
 # ---- Checkpoints from earlier versions of this script
-def converted_to_todays_format(content):
-    """Convert the content of a checkpoint to the current format, and return it.
+def converted_to_todays_format(checkpoint):
+    """Convert a checkpoint to the current format, and return it.
 
     A checkpoint has no version number. Its age is inferred from its entries. Each of the following
     functions converts an older format to the next newer one. A still older checkpoint goes through
     all of them.
     """
-    if "model" in content:
-        content = rename_entries(content)
-    if "state" not in content:
-        content = move_into_state(content)
-    rename_to_initial(content["state"].get("optimizers", []))
-    return content
+    if "model" in checkpoint:
+        checkpoint = rename_entries(checkpoint)
+    if "state" not in checkpoint:
+        checkpoint = move_into_state(checkpoint)
+    rename_to_initial(checkpoint["state"].get("optimizers", []))
+    return checkpoint
 
-def rename_entries(content):
+def rename_entries(checkpoint):
     """Convert a checkpoint written on or before 23 November 2026.
 
     Some entries had other names. The attributes of State are left at the top level, where
     move_into_state() finds them.
     """
-    content = dict(content)
+    checkpoint = dict(checkpoint)
     # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
     # "trained", held those of raw_model
-    content["eval_model"] = content.pop("model")
-    content["raw_model"] = content.pop("trained", content["eval_model"])
-    content |= content.pop("numbers", {})  # the numbers in State, such as `step`
-    for optimizer, name in zip(content.get("optimizers", []), content.pop("optimizer_names", [])):
+    checkpoint["eval_model"] = checkpoint.pop("model")
+    checkpoint["raw_model"] = checkpoint.pop("trained", checkpoint["eval_model"])
+    checkpoint |= checkpoint.pop("numbers", {})  # the numbers in State, such as `step`
+    names = checkpoint.pop("optimizer_names", [])
+    for optimizer, name in zip(checkpoint.get("optimizers", []), names):
         optimizer["class"] = name
     # Tokens were not counted yet
-    content["tokens"] = content["step"] * content["constants"]["total_batch_size"]
-    return content
+    checkpoint["tokens"] = checkpoint["step"] * checkpoint["constants"]["total_batch_size"]
+    return checkpoint
 
-def move_into_state(content):
+def move_into_state(checkpoint):
     """Convert a checkpoint written on or before 24 November 2026.
 
     The attributes of State were stored at the top level, not in an entry named "state".
     """
     others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
-    state = {name: value for name, value in content.items() if name not in others}
-    return {name: content[name] for name in others if name in content} | {"state": state}
+    state = {name: value for name, value in checkpoint.items() if name not in others}
+    return {name: checkpoint[name] for name in others if name in checkpoint} | {"state": state}
 
 def rename_to_initial(optimizers):
     """Convert the optimizers in a checkpoint written on 24 or 25 November 2026.
