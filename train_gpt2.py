@@ -91,7 +91,7 @@ class Config:
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
-    init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a run's or Hugging Face folder, or a .pt
+    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a folder (of a run or model), a .pt
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: AdamW, but Muon for matrices in blocks
     max_lr: float = 6e-4            # peak learning rate; with FINETUNE, the default is 0.1 / n_embd
