@@ -320,7 +320,7 @@ def read_batches(urls, start_file, start_row):
     if a file cannot be read.
     """
     import fsspec  # datasets and torch depend on it, so it is always installed
-    row = start_row  # where the batch starts that is being read
+    row = start_row  # the first row of the current batch
     for file_number in range(start_file, len(urls)):
         url = urls[file_number]
         is_parquet = url.endswith(".parquet")
@@ -671,8 +671,8 @@ def add_shards(cfg, files, finished):
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,
                      n_files=len(files))
-    # However this block ends, the generators are closed, so that no file stays open and no worker
-    # keeps running.
+    # However this block ends, the generators are closed (the last one first), so that no file stays
+    # open and no worker keeps running.
     with contextlib.closing(batches), contextlib.closing(results), contextlib.closing(cut):
         for tokens, end in cut:
             name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"

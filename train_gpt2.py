@@ -145,13 +145,7 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
 # weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
 # When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std
-#
-# For edits: draw_later() also sets all elements of the weight to PLACEHOLDER, and init_weights()
-# draws only elements that still have this value. So a layer may set some elements of its weight
-# itself, for example to 0. But if it multiplies the weight, or copies it into a new parameter, the
-# result is not drawn. It is then far too large, which check_parameters() reports before the first
-# step
-PLACEHOLDER = 2.0**17
+PLACEHOLDER = 2.0**17  # the value of all elements of a weight until they are drawn
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
@@ -159,6 +153,8 @@ def draw_later(layer, std=0.02):
     Its bias is set to 0.
     """
     layer.weight.init_std = std
+    # For edits: PLACEHOLDER is so large that check_parameters() notices, before the first step, if
+    # an edit multiplies or copies a weight that has not been drawn yet
     nn.init.constant_(layer.weight, PLACEHOLDER)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
@@ -170,10 +166,11 @@ def init_weights(model, seed):
 
     The random numbers depend only on the seed and on the names of the weights.
     """
-    for name, p in model.named_parameters():  # a weight that two layers share is listed once
+    for name, p in model.named_parameters():
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
+            # For edits: elements that a layer has set itself, for example to 0, keep their values
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -223,7 +220,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        self.dropout = nn.Dropout(config.dropout)  # not called: forward() passes its p on
+        self.dropout = nn.Dropout(config.dropout)  # only holds p, the fraction for forward()
 
     def forward(self, x):
         B, T, C = x.shape
@@ -307,9 +304,9 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, vocab_size)
-        # Give the padding the probability 0. (If its columns were dropped before the loss, a
-        # compiled step on an H100 would take 5% longer. If the mask came after float(), a step with
-        # B=64 would need 6 GiB more.)
+        # Mask the padding before the loss, so that its probability is 0. Remove its columns only
+        # after the loss, because removing them earlier makes a compiled step on an H100 5% slower.
+        # (The mask comes before float(), because a step with B=64 would otherwise need 6 GiB more)
         # For edits: if you change the logits, for example cap them, do it before the next two lines
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill(padding, -math.inf).float()
@@ -319,7 +316,7 @@ class GPT(nn.Module):
         if targets is not None:
             total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
             loss = total / (targets != -100).sum().clamp(min=1)  # 0 if all targets are ignored
-        logits = logits[..., :self.config.n_vocab]  # without the padding
+        logits = logits[..., :self.config.n_vocab]  # remove the padding
         return (logits if return_logits else None), loss
 
     @torch.no_grad()
@@ -401,7 +398,7 @@ class DataLoaderLite:
         self.lengths = [len(tokens_of_shard(shard)) for shard in shards]  # in tokens
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
-        self.last_shard, self.last_tokens = None, None  # index and token ids of the last shard read
+        self.loaded_shard, self.loaded_tokens = None, None  # index and token ids of a shard
 
     def locate(self, row):
         """Return the shard (its index) and the token at which a row begins. row: the row number.
@@ -439,9 +436,9 @@ class DataLoaderLite:
         tokens = np.empty((B, self.T + 1), dtype=np.int64)
         for b in range(B):
             shard, start = self.locate(row + b)
-            if shard != self.last_shard:
-                self.last_shard, self.last_tokens = shard, tokens_of_shard(self.shards[shard])
-            tokens[b] = self.last_tokens[start:start + self.T + 1]
+            if shard != self.loaded_shard:
+                self.loaded_shard, self.loaded_tokens = shard, tokens_of_shard(self.shards[shard])
+            tokens[b] = self.loaded_tokens[start:start + self.T + 1]
             if tokens[b].max() >= self.n_vocab:
                 raise UserError(f"{self.shards[shard]} contains the id {tokens[b].max()}, but the "
                                 f"encoding has only {self.n_vocab} ids. Set --encoding to the "
@@ -593,9 +590,9 @@ class State:
     the first step.
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
-    __post_init__(self) to this class. When it is called, the model has its initial weights or, in a
-    new run with init_from, the pretrained ones. In a resumed run, the checkpoint then replaces the
-    weights and the attributes.
+    __post_init__(self) to this class. In a new run, it is called after pretrained weights (see
+    init_from) have been loaded. In a resumed run, it is called before the weights and the
+    attributes are restored from the checkpoint.
 
     raw_model is the GPT without the DDP wrapper. raw_model.compile() compiles it in place, so
     raw_model(idx) then runs the compiled code.
@@ -737,9 +734,9 @@ def step_optimizers(state, cfg, norm):
     overflowed = state.scaler.is_enabled() and not norm.isfinite()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # group["initial"] holds the values with which the group was built (in part two,
-            # store_initial_hyperparameters() adds this entry to each group)
-            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            # In the first step, group["lr"] is still the value with which the group was built
+            group.setdefault("initial_lr", group["lr"])
+            group["lr"] = group["initial_lr"] * get_lr(state.step, cfg) / cfg.max_lr
         if not overflowed:
             state.scaler.step(optimizer)
         optimizer.zero_grad()
@@ -894,7 +891,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     """
     if "max_steps" in flags:
         # --max_steps overrides `epochs` and `minutes` in Config and in the presets, but not the
-        # flags --epochs and --minutes
+        # flags --epochs and --minutes. (In a | b, values of b take precedence)
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
@@ -915,7 +912,10 @@ def resolve_config(flags, device=torch.device("cpu")):
     return cfg, weights, checkpoint, f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
 
 def choose_data(flags):
-    """Return the training data and a note to print, which is "" unless this is the quick start."""
+    """Return the training data and a note to print.
+
+    The note is "", unless input.txt takes the place of shards that do not exist.
+    """
     data = flags.get("data", Config.data)
     was_chosen = "data" in flags or data != "edu_fineweb10B"  # by a flag or an edit to Config
     train_shards, _ = find_shards(data)
@@ -938,16 +938,16 @@ def choose_preset(data, flags):
 def find_start(cfg, device):
     """Return the Weights and the checkpoint that a command starts from. Both may be None.
 
-    The Weights have two purposes. First, they determine the constants of the model. (If they are
-    None, Config determines the constants.) Second, they are loaded into the model, unless there is
-    a checkpoint, which contains all weights.
-
         command                            Weights                    checkpoint
         --sample                           those to sample from       None
         new run with init_from=scratch     None                       None
         new run with init_from=gpt2        those of gpt2              None
         resumed run (init_from=scratch)    None                       the newest in log_dir
         resumed run (init_from=gpt2)       those in the checkpoint    the newest in log_dir
+
+    The Weights determine the constants of the model and, without a checkpoint, they are loaded into
+    the model. (In the last row, only their constants are used. Where Weights are None, Config
+    determines the constants.)
 
     Raise UserError if a file cannot be read.
     """
@@ -1502,7 +1502,7 @@ def read_weights(name):
         if is_of_other_code(weights.code):
             print0(f"Note: {path} was written by different code.")
         return weights
-    model = gpt_from_hugging_face(name)
+    model = gpt_from_hugging_face(name)  # a GPT, already converted
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
     # For edits: a constant that you have added to GPTConfig is unknown to transformers
@@ -1663,18 +1663,20 @@ def restore_state(state, saved):
         value = getattr(state, name, None)  # For edits: train_step() may create attributes
         if is_stateful(value):
             load_object(value, saved_value)
+        elif torch.is_tensor(value):
+            setattr(state, name, moved(saved_value, value.device))
         else:
-            setattr(state, name,
-                    moved(saved_value, value.device if torch.is_tensor(value) else device))
+            setattr(state, name, moved(saved_value, device))
 
 def check_restorable(state, saved):
     """Raise ValueError if an attribute of State cannot be restored from `saved`.
 
-    For edits: the code may have been edited since the checkpoint was written. Two edits would go
-    wrong. If State now has another tensor or object, it would keep the value that it has when State
-    is created, before the weights are restored. For example, an average of the weights would begin
-    with the initial weights. And if State no longer has an object, its place would be taken by the
-    dict that its state_dict() returned.
+    For edits: two edits of State, made after the checkpoint was written, cannot work:
+
+    - A tensor or an object was added. The checkpoint has no value for it. For example, an average
+      of the weights would start from the initial weights, and not from the restored ones.
+    - An object was removed. The checkpoint has a dict for it, the result of its state_dict(), and
+      this dict would become the attribute.
     """
     for name, value in vars(state).items():
         if name not in saved and (is_stateful(value) or has_tensors(value)):
@@ -1727,15 +1729,11 @@ def moved(content, device):
 # code built the group. A checkpoint contains it too. If a hyperparameter has another initial value
 # in the code now than in the checkpoint, it was edited
 def store_initial_hyperparameters(optimizers):
-    """Copy the hyperparameters of each optimizer group to group["initial"].
-
-    For edits: if training adds an optimizer or a group, call this function again.
-    """
+    """Copy the hyperparameters of each optimizer group to group["initial"]."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
+            group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                if name not in ("params", "param_names")}
 
 def load_optimizer(optimizer, saved):
     """Load what saved_form_of() returned into an optimizer, except for edited hyperparameters.
@@ -1755,7 +1753,9 @@ def load_optimizer(optimizer, saved):
         initial_now, initial_then = group.get("initial", {}), saved_group.get("initial", {})
         edited = {name: copy.deepcopy(value) for name, value in initial_now.items()
                   if name in initial_then and was_edited(initial_then[name], value)}
-        groups.append(group | moved(saved_group, device) | edited | {"initial": initial_now})
+        # No step has been taken yet, so group["lr"] is the initial one
+        of_code = {"initial": initial_now, "initial_lr": group.get("lr")}
+        groups.append(group | moved(saved_group, device) | edited | of_code)
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
 def was_edited(initial_then, initial_now):
@@ -1926,7 +1926,7 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        # The previous save may still be reading the buffers. (If it fails, it prints the reason)
+        # The previous save may still be reading the buffers. (If it failed, it has said why)
         self.wait_for_save()
         if state.step == self.saved_step or (state.step == 0 and self.cfg.init_from == "scratch"):
             return
@@ -2152,8 +2152,7 @@ def gather_from_ranks(loss, norm, signal_came):
     """Return three lists with one entry per process: loss, norm, whether it received a signal."""
     # The CPU waits for the GPU in tolist(). Create this tensor on the GPU, since copying it there
     # would make the CPU wait a second time
-    signal_came = torch.full_like(loss, signal_came)
-    mine = torch.stack((loss, norm, signal_came))
+    mine = torch.stack((loss, norm, torch.full_like(loss, signal_came)))
     everyones = [mine.clone() for _ in range(world_size())]
     if world_size() > 1:
         dist.all_gather(everyones, mine)
@@ -2309,8 +2308,8 @@ def plot_curves(folder):
         axis.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=3, frameon=False)
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
 
-# Use any attention kernel except cuDNN's, which spends up to half a second planning for each new
-# sequence length
+# For samples, use any attention kernel except cuDNN's, which spends up to half a second planning
+# for each new sequence length. (set_attention() has chosen the kernels for training)
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(model, encoding, cfg, seed):
     """Return sample_prompt and the model's continuation, which stops at <|endoftext|>."""

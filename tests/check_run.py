@@ -488,6 +488,10 @@ def before_each_step(state, look):
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(hook)
 
+def initial_lr_of(group):
+    """Return the lr with which an optimizer group was built."""
+    return group.get("initial_lr", group["lr"])  # the first step stores it
+
 def watch_learning_rates(t, run):
     """Return {group: factors}, to which each step adds a group's lr divided by the scheduled one.
 
@@ -497,8 +501,7 @@ def watch_learning_rates(t, run):
 
     def look(optimizer):
         for i, group in enumerate(optimizer.param_groups):
-            initial = group["initial"]["lr"]
-            scheduled = initial * t.get_lr(state.step, cfg) / cfg.max_lr
+            scheduled = initial_lr_of(group) * t.get_lr(state.step, cfg) / cfg.max_lr
             if scheduled > 0:
                 name = f"group {i} of {type(optimizer).__name__}"
                 factors[name].add(round(float(group["lr"]) / scheduled, 9))
@@ -878,7 +881,7 @@ def notes_about_learning_rates(state):
         rates, count = set(), 0
         for group in optimizer.param_groups:
             if n := sum(id(p) in in_blocks for p in group["params"]):
-                rates.add(float(group["initial"]["lr"]))
+                rates.add(float(initial_lr_of(group)))
                 count += n
         numbers[type(optimizer).__name__] = len(rates), count
     several = [name for name, (n, _) in numbers.items() if n > 1]
@@ -1479,7 +1482,7 @@ def unsaved_values(t, run):
             values.setdefault(label, []).append(fingerprint(getattr(thing, name)))
         for name in vars(type(thing)).keys() - {"__dict__", "__weakref__"}:  # of the class
             values[f"{type(thing).__name__}.{name}"] = fingerprint(getattr(type(thing), name, None))
-    for name in vars(run.train_loader).keys() - {"last_shard", "last_tokens"}:
+    for name in vars(run.train_loader).keys() - {"loaded_shard", "loaded_tokens"}:
         values[f"{name} in the training loader"] = fingerprint(getattr(run.train_loader, name))
     for name in vars(run).keys() - {"validated_step", "step_seconds", "warned_slow"}:
         values[f"run.{name}"] = fingerprint(getattr(run, name))

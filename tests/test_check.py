@@ -1127,7 +1127,7 @@ def test_what_a_checkpoint_lacks_is_named(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.count = 0
     state = types.SimpleNamespace(raw_model=model, optimizers=[optimizer])
-    loader = types.SimpleNamespace(generator=np.random.default_rng(0), last_shard=None)
+    loader = types.SimpleNamespace(generator=np.random.default_rng(0), loaded_shard=None)
     run = types.SimpleNamespace(state=state, mean=0.0, step_seconds=[], train_loader=loader)
     t = types.SimpleNamespace(NOISE=torch.Generator().manual_seed(0), LIMIT=3)
     monkeypatch.setattr(torch, "Generator", type("Watched", (torch.Generator,), {}))  # see Watched
@@ -1137,7 +1137,7 @@ def test_what_a_checkpoint_lacks_is_named(monkeypatch):
     model.calls, run.mean, optimizer.count = 1, 0.5, 2
     model[1].history.append(2)
     run.step_seconds.append(0.1)
-    Linear.window, loader.last_shard = 2, 1
+    Linear.window, loader.loaded_shard = 2, 1
     loader.generator.random()
     torch.rand(1, generator=t.NOISE)
     random.random()
@@ -1519,14 +1519,12 @@ def test_learning_rates_that_only_one_optimizer_has_are_noted():
     model = train_gpt2.GPT(train_gpt2.GPTConfig(n_layer=2, n_head=1, n_embd=8, block_size=8))
     cfg = train_gpt2.Config(optimizer="muon")
     optimizers = train_gpt2.configure_optimizers(model, cfg)
-    train_gpt2.store_initial_hyperparameters(optimizers)
     state = types.SimpleNamespace(raw_model=model, optimizers=optimizers)
     assert check_run.notes_about_learning_rates(state) == []
     last = [p for p in model.transformer.h[1].parameters() if p.dim() < 2]
     group = optimizers[0].param_groups[1]
     group["params"] = [p for p in group["params"] if not any(p is other for other in last)]
     optimizers[0].add_param_group(dict(params=last, lr=0.1))
-    train_gpt2.store_initial_hyperparameters(optimizers)
     note, = check_run.notes_about_learning_rates(state)
     assert note.startswith("in the blocks, AdamW has 2 learning rates, but Muon, which trains 8 of")
 
@@ -1597,8 +1595,8 @@ def test_learning_rates_that_differ_from_the_schedule_by_a_factor_are_noted():
     """A factor that changes from step to step gives no note."""
     cfg = train_gpt2.Config()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=cfg.max_lr)
-    train_gpt2.store_initial_hyperparameters([optimizer])
     group, = optimizer.param_groups
+    group["initial_lr"] = cfg.max_lr  # as after the first step
     for factors, n in (((1.0, 1.0), 0), ((0.5, 0.5), 1), ((0.9, 0.81), 0)):
         run = types.SimpleNamespace(cfg=cfg, state=types.SimpleNamespace(
             optimizers=[optimizer], step=0))
