@@ -147,14 +147,15 @@ def watch_forward_passes(run, report):
     with gradient. "embedded": the number of token ids that the embedding got; "shifted": what
     share_of_shifted_rows() returned for some of these; "new_targets": (the number of rows whose
     targets are not part of the training data, the number of rows that were looked up); "ids": what
-    count_ids() returned. The list gets up to 16 rows (T,) of each of the first of these passes, as
-    arrays of token ids.
+    count_ids() returned; "before_masks": a Counter of the inputs with targets of -100. The list gets
+    up to 16 rows (T,) of each of the first of these passes, as arrays of token ids.
     """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
     get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
     states, rows, loader = [], [], run.train_loader
     report |= {"draws": False, "draws_without_grad": False, "seeds": False, "embedded": 0,
-               "shifted": [], "new_targets": (0, 0), "ids": (Counter(), Counter())}
+               "shifted": [], "new_targets": (0, 0), "ids": (Counter(), Counter()),
+               "before_masks": Counter()}
 
     def before(model, args):
         states.append((get_state(), torch.initial_seed()))
@@ -166,6 +167,7 @@ def watch_forward_passes(run, report):
                 more_new, more = rows_of_new_targets(loader, *args)
                 report["new_targets"] = (new + more_new, looked_up + more)
                 report["ids"] = count_ids(*report["ids"], *args)
+                report["before_masks"] += Counter(args[0][args[1] == -100].tolist())
 
     def after(model, args, outputs):
         state, seed = states.pop()
@@ -291,6 +293,7 @@ class Watched:
         self.loaders = watch_validation(t)
         self.nonzero, self.magnitudes, self.with_zeros = watch_gradients(run)
         self.factors = watch_learning_rates(t, run)
+        self.overwritten = watch_overwritten_rates(t)
         self.between = watch_average(run.state)
         self.clipped, self.factors_of_clipping, self.norms = watch_clipping(t)
         self.seeds = watch_seeds(run.state)
@@ -313,6 +316,7 @@ class Watched:
             *noted(notes_about_elements, model, self.nonzero),
             *noted(notes_about_magnitudes, self.magnitudes),
             *noted(notes_about_factors, self.factors),
+            *noted(notes_about_overwritten_rates, self.overwritten),
             *noted(notes_about_shared_parameters, model),
             *noted(notes_about_second_weights, state),
             *noted(notes_about_attributes, model, report["changed"]),
@@ -332,6 +336,7 @@ class Watched:
             *noted(notes_about_shifts, report["shifted"]),
             *noted(notes_about_new_targets, *report["new_targets"]),
             *noted(notes_about_ids, run.encoding, *report["ids"]),
+            *noted(notes_about_masks, run.encoding, report["before_masks"]),
             *noted(notes_about_forward, t, run),
             *noted(notes_about_positions, t, run),
             *noted(notes_about_auxiliary_gradients, run, self.nonzero),
@@ -507,6 +512,31 @@ def watch_learning_rates(t, run):
                 factors[name].add(round(float(group["lr"]) / scheduled, 9))
     before_each_step(state, look)
     return factors
+
+def watch_overwritten_rates(t):
+    """Return a set of optimizers' names, which is filled during training.
+
+    It gets those whose lr is changed after one step, and is replaced in the next one by the
+    scheduled value.
+    """
+    names, set_by_step, original = set(), {}, getattr(t, "step_optimizers", None)
+    if original is None:  # an edit has replaced it
+        return names
+
+    @functools.wraps(original)
+    def step_optimizers(state, cfg, *args, **kwargs):
+        groups = [(type(optimizer).__name__, group) for optimizer in state.optimizers
+                  for group in optimizer.param_groups]
+        changed = [(name, group) for name, group in groups
+                   if group["lr"] != set_by_step.get(id(group), group["lr"])]
+        scheduled = [initial_lr_of(group) * t.get_lr(state.step, cfg) / cfg.max_lr
+                     for _, group in changed]
+        result = original(state, cfg, *args, **kwargs)
+        set_by_step.update({id(group): group["lr"] for _, group in groups})
+        names.update(name for (name, group), lr in zip(changed, scheduled) if group["lr"] == lr)
+        return result
+    t.step_optimizers = step_optimizers
+    return names
 
 def watch_first_update(t, run):
     """Return {name: the RMS of a parameter's first update, divided by the learning rate}.
@@ -793,6 +823,17 @@ def notes_about_factors(factors):
             "anew in each step." for name, values in factors.items()
             if max(values) - min(values) < 1e-6 and abs(min(values) - 1) > 1e-6]
 
+def notes_about_overwritten_rates(names):
+    """Return a note if learning rates were changed without an effect.
+
+    names: those of the optimizers (see watch_overwritten_rates).
+    """
+    if not names:
+        return []
+    return [f"the learning rates of {', '.join(sorted(names))} are changed between two steps, but "
+            "then step_optimizers() sets them from get_lr(), so the change has no effect. Change "
+            "them in step_optimizers(), after it has set them, or edit get_lr()."]
+
 def notes_about_shared_parameters(model):
     """Return a note on parameters that have several names, except the tied embedding."""
     names = defaultdict(list)
@@ -1057,6 +1098,19 @@ def notes_about_ids(encoding, inputs, targets):
             f"{inputs[never[0]]} times in the inputs of the first steps, but never as a target, so "
             "the model does not learn to predict it. If targets are masked, check which ones "
             f"({len(never)} such tokens)."]
+
+def notes_about_masks(encoding, before_masks):
+    """Return a note if targets are masked after one id only.
+
+    before_masks: a Counter of the inputs with masked targets.
+    """
+    if sum(before_masks.values()) < 20 or len(before_masks) > 1:
+        return []
+    token, = before_masks
+    text = encoding.decode_single_token_bytes(token)
+    return [f"targets are masked only where the input is {text} (id {token}). So the model learns to "
+            "predict this token, but not what follows it. If it is meant to be the other way round, "
+            "mask the targets that are equal to the token (in y, not in x)."]
 
 def notes_about_forward(t, run):
     """Return a note if a forward pass of a new model in eval mode changes its parameters."""

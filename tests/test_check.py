@@ -1528,6 +1528,36 @@ def test_learning_rates_that_only_one_optimizer_has_are_noted():
     note, = check_run.notes_about_learning_rates(state)
     assert note.startswith("in the blocks, AdamW has 2 learning rates, but Muon, which trains 8 of")
 
+@pytest.mark.parametrize("before, replaced", [(True, {"SGD"}), (False, set())])
+def test_learning_rates_that_the_next_step_replaces_are_noted(monkeypatch, before, replaced):
+    """An edit may change a learning rate before or after step_optimizers() sets it."""
+    original = train_gpt2.step_optimizers
+
+    def edited(state, cfg, norm):
+        original(state, cfg, norm)
+        state.optimizers[0].param_groups[0]["lr"] *= 0.5
+    monkeypatch.setattr(train_gpt2, "step_optimizers", original if before else edited)
+    cfg = train_gpt2.Config()
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=cfg.max_lr)
+    state = train_gpt2.State(weight, [optimizer], torch.amp.GradScaler("cpu", enabled=False))
+    names = check_run.watch_overwritten_rates(train_gpt2)
+    for state.step in range(3):
+        if before and state.step:
+            optimizer.param_groups[0]["lr"] *= 0.5
+        train_gpt2.step_optimizers(state, cfg, torch.ones(()))
+    assert names == replaced
+    assert len(check_run.notes_about_overwritten_rates(names)) == len(replaced)
+
+def test_masks_after_a_single_token_are_noted():
+    """Masked targets that are one token, which follows various others, are not noted."""
+    encoding = train_gpt2.get_encoding("bytes")
+    x = torch.arange(60) % 3 + 10
+    y = x.roll(-1)
+    for masked, n in ((x == 10, 1), ((y == 10) | (x == 11), 0)):
+        before_masks = Counter(x[masked].tolist())
+        assert len(check_run.notes_about_masks(encoding, before_masks)) == n
+
 def test_attributes_of_state_that_are_still_zero_are_noted():
     content = {"raw_model": {"w": torch.zeros(2)}, "step": 0, "mean": torch.ones(1),
                "residual": [torch.zeros(2), torch.zeros(3)], "skipped": torch.zeros(1),
