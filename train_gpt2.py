@@ -74,7 +74,7 @@ from fineweb import (  # noqa: E402
 class Config:
     """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1).
 
-    As long as edu_fineweb10B contains no shards, the default of `data` is input.txt.
+    If edu_fineweb10B contains no shards, and no other `data` is chosen, input.txt is used.
     """
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
@@ -145,7 +145,7 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore the
 # weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
 # When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std
-PLACEHOLDER = 2.0**17  # the value of all elements of a weight until they are drawn
+PLACEHOLDER = 2.0**17  # the value of all elements of a weight until init_weights() draws them
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
@@ -601,7 +601,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time so far, for log.txt (Config.minutes is unrelated)
+    minutes: float = 0.0          # duration of these steps, except the first one after each start
     tokens: int = 0               # number of tokens that the model has been trained on
 
     @property
@@ -734,7 +734,8 @@ def step_optimizers(state, cfg, norm):
     overflowed = state.scaler.is_enabled() and not norm.isfinite()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # In the first step, group["lr"] is still the value with which the group was built
+            # initial_lr is the lr with which a group was built. For edits: build_state() has stored
+            # it, except for groups that are added during training
             group.setdefault("initial_lr", group["lr"])
             group["lr"] = group["initial_lr"] * get_lr(state.step, cfg) / cfg.max_lr
         if not overflowed:
@@ -760,7 +761,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (Multiples of
+            # keep_every are saved in the same way, but later they are not deleted)
             check_same_weights(run)
             run.folder.save_if_needed(state)
         if due(cfg.eval_every, run):
@@ -1497,7 +1499,7 @@ def read_weights(name):
     Raise UserError if they cannot be read.
     """
     if name.endswith(".pt") or find_checkpoints(name):
-        path = name if name.endswith(".pt") else str(checkpoint_to_use(name))
+        path = name if name.endswith(".pt") else str(newest_or_best_checkpoint(name))
         weights = weights_in_checkpoint(read_checkpoint(path), path)
         if is_of_other_code(weights.code):
             print0(f"Note: {path} was written by different code.")
@@ -1599,7 +1601,7 @@ def newest_checkpoint(folder):
     """
     return first_undamaged(list(find_checkpoints(folder).values()), folder)
 
-def checkpoint_to_use(folder):
+def newest_or_best_checkpoint(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
     If the last validation loss is higher than the lowest one, training has made the model worse.
@@ -1729,11 +1731,15 @@ def moved(content, device):
 # code built the group. A checkpoint contains it too. If a hyperparameter has another initial value
 # in the code now than in the checkpoint, it was edited
 def store_initial_hyperparameters(optimizers):
-    """Copy the hyperparameters of each optimizer group to group["initial"]."""
+    """Copy the hyperparameters of each group to group["initial"], and lr to group["initial_lr"].
+
+    step_optimizers() uses group["initial_lr"], which has this name in torch's schedulers, too.
+    """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
                                 if name not in ("params", "param_names")}
+            group["initial_lr"] = group["lr"]
 
 def load_optimizer(optimizer, saved):
     """Load what saved_form_of() returned into an optimizer, except for edited hyperparameters.
@@ -1753,8 +1759,7 @@ def load_optimizer(optimizer, saved):
         initial_now, initial_then = group.get("initial", {}), saved_group.get("initial", {})
         edited = {name: copy.deepcopy(value) for name, value in initial_now.items()
                   if name in initial_then and was_edited(initial_then[name], value)}
-        # No step has been taken yet, so group["lr"] is the initial one
-        of_code = {"initial": initial_now, "initial_lr": group.get("lr")}
+        of_code = {name: group[name] for name in ("initial", "initial_lr") if name in group}
         groups.append(group | moved(saved_group, device) | edited | of_code)
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
@@ -2419,13 +2424,13 @@ def print_result(result):
     print0("\n".join(lines + [f"!!! {warning}" for warning in result.get("warnings", [])]))
 
 def export(run):
-    """Export the model of the newest or the best checkpoint (see checkpoint_to_use) to log_dir/hf.
+    """Export the model of the newest or the best checkpoint (see newest_or_best_checkpoint) to log_dir/hf.
 
     If that is not possible, print the reason.
     """
     path = run.folder.path
     try:
-        checkpoint_path = checkpoint_to_use(path)
+        checkpoint_path = newest_or_best_checkpoint(path)
         if checkpoint_path:
             checkpoint = read_checkpoint(checkpoint_path)
         else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.save_if_needed)

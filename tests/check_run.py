@@ -147,8 +147,8 @@ def watch_forward_passes(run, report):
     with gradient. "embedded": the number of token ids that the embedding got; "shifted": what
     share_of_shifted_rows() returned for some of these; "new_targets": (the number of rows whose
     targets are not part of the training data, the number of rows that were looked up); "ids": what
-    count_ids() returned; "before_masks": a Counter of the inputs with targets of -100. The list gets
-    up to 16 rows (T,) of each of the first of these passes, as arrays of token ids.
+    count_ids() returned; "before_masks": a Counter of inputs with targets of -100. The list gets up
+    to 16 rows (T,) of each of the first of these passes, as arrays of token ids.
     """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
     get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
@@ -1108,9 +1108,9 @@ def notes_about_masks(encoding, before_masks):
         return []
     token, = before_masks
     text = encoding.decode_single_token_bytes(token)
-    return [f"targets are masked only where the input is {text} (id {token}). So the model learns to "
-            "predict this token, but not what follows it. If it is meant to be the other way round, "
-            "mask the targets that are equal to the token (in y, not in x)."]
+    return [f"targets are masked only where the input is {text} (id {token}). So the model learns "
+            "to predict this token, but not what follows it. If it is meant to be the other way "
+            "round, mask the targets that are equal to the token (in y, not in x)."]
 
 def notes_about_forward(t, run):
     """Return a note if a forward pass of a new model in eval mode changes its parameters."""

@@ -463,15 +463,15 @@ def test_the_best_weights_are_kept_and_exported_if_validation_rises(place, is_gp
     assert result["lowest_val"] == 1 and result["lowest_step"] == 10 and result["val"] == 3
     exported = t.GPT.from_pretrained(folder / "hf").state_dict()
     torch.testing.assert_close(exported, dict(load(best)["eval_model"]), rtol=0, atol=0)
-    assert t.checkpoint_to_use(folder) == best
+    assert t.newest_or_best_checkpoint(folder) == best
     (folder / "log.txt").write_text("10 val 1.0\n20 val 0.5\n25 val 0.9\n30 val 0.8\n")
-    assert t.checkpoint_to_use(folder) == folder / LAST  # step 20 has no checkpoint
+    assert t.newest_or_best_checkpoint(folder) == folder / LAST  # step 20 has no checkpoint
     newest = (folder / LAST).rename(folder / "checkpoint_00032.pt")
-    assert t.checkpoint_to_use(folder) == newest  # not validated, but the loss was falling
+    assert t.newest_or_best_checkpoint(folder) == newest  # not validated, but the loss was falling
     (folder / "log.txt").write_text("10 val 1.0\n25 val 1.5\n")
-    assert t.checkpoint_to_use(folder) == best
+    assert t.newest_or_best_checkpoint(folder) == best
     best.write_bytes(best.read_bytes()[:-100])
-    assert t.checkpoint_to_use(folder) == newest  # the best one is damaged
+    assert t.newest_or_best_checkpoint(folder) == newest  # the best one is damaged
     said = capfd.readouterr().out
     assert f"{best} cannot be read" in said and "Trying another checkpoint" in said
 
