@@ -761,8 +761,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (Multiples of
-            # keep_every are saved in the same way, but later they are not deleted)
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (Multiples
+            # of keep_every are saved in the same way, but later they are not deleted)
             check_same_weights(run)
             run.folder.save_if_needed(state)
         if due(cfg.eval_every, run):
@@ -2424,7 +2424,7 @@ def print_result(result):
     print0("\n".join(lines + [f"!!! {warning}" for warning in result.get("warnings", [])]))
 
 def export(run):
-    """Export the model of the newest or the best checkpoint (see newest_or_best_checkpoint) to log_dir/hf.
+    """Export the model of newest_or_best_checkpoint() to log_dir/hf.
 
     If that is not possible, print the reason.
     """
