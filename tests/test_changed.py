@@ -292,7 +292,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
     run.state = state()
     for step in range(4):
         run.ddp_model = run.state.raw_model
-        run.state.optimizers[0].param_groups[0]["lr"] *= 3  # an edit may do so; the step sets lr anew
+        run.state.optimizers[0].param_groups[0]["lr"] *= 3  # as an edit may do
         t.train_step(run)
         groups = run.state.optimizers[0].param_groups
         assert [group["lr"] / t.get_lr(step, cfg) for group in groups] == pytest.approx([1, 0.01])
