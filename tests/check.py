@@ -110,7 +110,8 @@ PROMISES = {
         "never reached, something overwrites its result (for example init_weights(), which draws "
         "initial weights), or it acts only in later steps, in a condition that did not occur, or "
         "with a flag that you can add to this command. If the edit is meant to change only speed, "
-        "memory or samples, this is as it should be."),
+        "memory, samples or validation, this is as it should be. (But with a different val_tokens, "
+        "val is not comparable with earlier runs.)"),
     "begin": ("untouched weights begin as before",
         "Both versions have these parameters with the same shapes, but their initial values "
         "differ. If the edit is meant to change initial weights, this is as it should be. "

@@ -1293,8 +1293,9 @@ def notes_about_validation(both):
     """Return a note if validation reads training data. both: from training_and_validation()."""
     if both["equal_val_rows"] > 0.2 * both["val_rows"]:
         return ["validation_loss() also reads data on which the model is trained: "
-                f"{both['equal_val_rows']} of {both['val_rows']} rows of it are part of the "
-                "training data."]
+                f"{both['equal_val_rows']} of {both['val_rows']} rows of one of its loaders are "
+                "part of the training data. This is right only if the metric is meant to show the "
+                "loss on training data."]
     if both["equal_rows"] > 0.05 * both["rows"]:
         return ["validation_loss() also reads data on which the model is trained: "
                 f"{both['equal_rows']} of {both['rows']} training rows are part of it."]

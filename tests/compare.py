@@ -11,10 +11,10 @@ or that failed, is left out, and a line says why.
 
 The noise of a run is the standard deviation of its last validation loss over seeds, pooled over
 all rows that are comparable with the baseline. A row is comparable if it has the baseline's
-encoding and length. Two rows have the same length if their runs took the same number of steps, or
-the same number of tokens, or were given the same --minutes. Losses of short runs vary more from
-seed to seed than losses of long ones, so rows of another length would change the noise. They are
-shown, but they are left out of the noise and get no verdict.
+encoding, val_tokens and length. Two rows have the same length if their runs took the same number of
+steps, or the same number of tokens, or were given the same --minutes. Losses of short runs vary
+more from seed to seed than losses of long ones, so rows of another length would change the noise.
+They are shown, but they are left out of the noise and get no verdict.
 
 A row is ahead of the baseline or behind it if Student's t-test (two-sided, 95 %) finds a
 difference. Otherwise it is within the noise. If no comparable row has two seeds, there is no
@@ -110,6 +110,8 @@ def why_not_comparable(row, baseline):
     """Return why a row is not comparable with the baseline, or "" if it is."""
     if row.shared.get("encoding") != baseline.shared.get("encoding"):
         return "another encoding"
+    if row.shared.get("val_tokens") != baseline.shared.get("val_tokens"):
+        return "another val_tokens"  # so the losses are those of different texts
     minutes = row.shared.get("minutes")
     same_minutes = minutes and minutes == baseline.shared.get("minutes")
     same_number = any(set(row.results(key)) == set(baseline.results(key))
@@ -196,10 +198,10 @@ def table(rows):
         yield from warnings_of(row)
     if freedom:
         yield (f"The noise of a run is {noise:.4f}, pooled over {len(pooled)} row(s) of the "
-               f"baseline's encoding and length, with {freedom} degrees of freedom. By chance "
-               "alone, about one row in twenty is reported as ahead or behind.")
+               f"baseline's encoding, val_tokens and length, with {freedom} degrees of freedom. "
+               "By chance alone, about one row in twenty is reported as ahead or behind.")
     else:
-        yield ("No row of the baseline's encoding and length has two seeds, so nothing can be "
+        yield ("No row comparable with the baseline has two seeds, so nothing can be "
                "said about noise.")
     if left_out := [f"{name} ({reason})" for name, reason in reasons.items() if reason]:
         yield f"Left out of the noise, and without a verdict: {', '.join(left_out)}."

@@ -1263,7 +1263,7 @@ def test_a_second_validation_set_that_is_trained_on_is_noted():
     note, = check_run.notes_about_validation(BOTH | {"equal_rows": 3})
     assert note.endswith("trained: 3 of 40 training rows are part of it.")
     note, = check_run.notes_about_validation(BOTH | {"equal_val_rows": 11})
-    assert note.endswith("trained: 11 of 50 rows of it are part of the training data.")
+    assert "trained: 11 of 50 rows of one of its loaders are part of the training data." in note
 
 def test_ids_are_part_of_a_text_only_at_the_beginning_of_an_id():
     """The search ends, also for ids that occur only between the beginnings of ids."""

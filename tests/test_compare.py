@@ -75,7 +75,7 @@ def test_without_two_seeds_there_is_no_verdict(tmp_path, lines_of):
     write_run(tmp_path / "b1", 2.0, codes=[2])
     lines = lines_of("a1", "b1")
     assert "| -1.0000, no verdict: one seed |" in row_of(lines, "b1")
-    assert lines[-1].startswith("No row of the baseline's encoding and length has two seeds")
+    assert lines[-1].startswith("No row comparable with the baseline has two seeds")
 
 def test_rows_of_another_length_do_not_change_the_noise(tmp_path, lines_of):
     """Short runs vary more between seeds. They are shown, but without a verdict."""
@@ -123,6 +123,11 @@ def test_losses_of_another_encoding_get_no_verdict(tmp_path, lines_of):
     assert lines[0].startswith("| val, nats per token (bytes: per byte) |")
     assert lines_of("a*")[0].startswith("| val, nats per byte |")
     assert lines_of("b*")[0].startswith("| val, nats per token |")
+
+def test_losses_on_other_validation_tokens_get_no_verdict(tmp_path, lines_of):
+    for name, val_tokens in (("a1", 4096), ("a2", 4096), ("b1", 512)):
+        write_run(tmp_path / name, 2.0, val_tokens=val_tokens)
+    assert "no verdict: another val_tokens" in row_of(lines_of("*"), "b1")
 
 def test_the_figure_names_the_unit_of_the_loss(tmp_path, lines_of):
     pytest.importorskip("matplotlib")
