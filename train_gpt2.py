@@ -386,8 +386,8 @@ class DataLoaderLite:
     have 12 rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows,
     in a different order, as row numbers 12 to 23.
 
-    With `recut`, which is used for text files, each epoch cuts the text into rows at different
-    tokens, so that even a small text yields new rows in each epoch (see the end of locate).
+    With `recut`, which is used for text files if they are shuffled, each epoch cuts the text into
+    rows at different tokens. So even a small text yields new rows in each epoch.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -687,7 +687,8 @@ def train_step(run):
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
-    # The number of targets in this step. For edits: read_step() may mask some (set them to -100)
+    # The number of targets in this step, in all processes. For edits: read_step() may mask some (set
+    # them to -100)
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
@@ -883,8 +884,8 @@ def resolve_config(flags, device=torch.device("cpu")):
 
     flags: {name: text}. The Config is made in four steps:
 
-    1. Choose the data and the preset. A constant has the value in Config, unless the preset has
-       another value or, above all, a flag is given.
+    1. Choose the data and the preset. A flag determines the value of its constant. Without a flag,
+       the preset determines it, and if the preset does not contain the constant, Config does.
     2. Read the weights or the checkpoint that the command starts from (see find_start).
     3. If there are weights, set the constants of the model and the encoding to those of the
        weights. A flag with a different value raises UserError. The preset FINETUNE also needs a
@@ -1530,8 +1531,8 @@ def gpt_config_of_run(cfg, encoding, weights=None):
     if weights is None:
         return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
                          vocab_size=padded(encoding.n_vocab), **in_both)
-    # weights.model_constants never contains dropout, so it comes from cfg. For edits: so does a
-    # constant that did not exist when the weights were trained
+    # weights.model_constants never contains dropout, so dropout comes from cfg. For edits: a constant
+    # that did not exist when the weights were trained also comes from cfg
     return make_gpt_config(in_both | weights.model_constants, weights.source)
 
 def make_gpt_config(constants, source):
@@ -2534,7 +2535,7 @@ def converted_to_todays_format(checkpoint):
 
     A checkpoint has no version number. Its age is inferred from its entries. Each of the following
     functions converts an older format to the next newer one. A still older checkpoint goes through
-    all of them.
+    all of them. (The last one does nothing if there is nothing to rename.)
     """
     if "model" in checkpoint:
         checkpoint = rename_entries(checkpoint)
