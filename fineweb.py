@@ -539,8 +539,8 @@ def manifest_settings(cfg, files, shards):
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     n_files = shards[-1].end.file_number + 1 if shards else 0
-    # If the last shard ends with the corpus, n_files is len(files) + 1. So if files are added to
-    # the corpus later, the first of them changes the settings, and find_finished() reports this.
+    # If the corpus ended before the last shard was full, n_files is len(files) + 1. So if files are
+    # added to the corpus later, the first of them changes the settings, which is reported.
     for number, (url, size) in enumerate(files[:n_files]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
@@ -621,7 +621,7 @@ def find_finished(cfg, files):
         raise UserError(f"The shards in {folder}/ were made with different settings or files "
                         f"({'; '.join(changes[:3])}): undo this change, or choose a different "
                         f"--local_dir.")
-    if changes:  # there is only a validation shard
+    if changes:  # there are no training shards
         return []
     return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
 

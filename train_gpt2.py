@@ -687,8 +687,8 @@ def train_step(run):
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
-    # The number of targets in this step, in all processes. For edits: read_step() may mask some (set
-    # them to -100)
+    # The number of targets in this step, in all processes. For edits: read_step() may mask some
+    # (set them to -100)
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
@@ -735,10 +735,9 @@ def step_optimizers(state, cfg, norm):
     overflowed = state.scaler.is_enabled() and not norm.isfinite()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # initial_lr is the lr with which a group was built. For edits: build_state() has stored
-            # it, except for groups that are added during training
-            group.setdefault("initial_lr", group["lr"])
-            group["lr"] = group["initial_lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            # group["initial"] contains the values with which the group was built. (build_state() in
+            # part two has stored them)
+            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
         if not overflowed:
             state.scaler.step(optimizer)
         optimizer.zero_grad()
@@ -808,9 +807,9 @@ def train(run):
 #                 restore_checkpoint()  in a resumed run: all weights and the rest of State
 #         train()             calls finish() at the end
 #
-# The first sections contain these functions in this order. The others contain what these functions
-# and train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring
-# and the end of a run
+# The first sections are in the order of these calls. The others contain what these functions and
+# train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring and
+# the end of a run
 
 # ---- What a command may start from: the Weights of a trained model, or a checkpoint. A checkpoint
 # is a dict that is stored as a file in log_dir. It has these entries:
@@ -1531,8 +1530,8 @@ def gpt_config_of_run(cfg, encoding, weights=None):
     if weights is None:
         return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
                          vocab_size=padded(encoding.n_vocab), **in_both)
-    # weights.model_constants never contains dropout, so dropout comes from cfg. For edits: a constant
-    # that did not exist when the weights were trained also comes from cfg
+    # weights.model_constants never contains dropout, so dropout comes from cfg. For edits: a
+    # constant that did not exist when the weights were trained also comes from cfg
     return make_gpt_config(in_both | weights.model_constants, weights.source)
 
 def make_gpt_config(constants, source):
@@ -1732,15 +1731,15 @@ def moved(content, device):
 # code built the group. A checkpoint contains it too. If a hyperparameter has another initial value
 # in the code now than in the checkpoint, it was edited
 def store_initial_hyperparameters(optimizers):
-    """Copy the hyperparameters of each group to group["initial"], and lr to group["initial_lr"].
+    """Copy the hyperparameters of each optimizer group to group["initial"].
 
-    step_optimizers() uses group["initial_lr"], which has this name in torch's schedulers, too.
+    For edits: if training adds an optimizer or a group, call this function again.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                if name not in ("params", "param_names")}
-            group["initial_lr"] = group["lr"]
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
 
 def load_optimizer(optimizer, saved):
     """Load what saved_form_of() returned into an optimizer, except for edited hyperparameters.
@@ -1760,8 +1759,7 @@ def load_optimizer(optimizer, saved):
         initial_now, initial_then = group.get("initial", {}), saved_group.get("initial", {})
         edited = {name: copy.deepcopy(value) for name, value in initial_now.items()
                   if name in initial_then and was_edited(initial_then[name], value)}
-        of_code = {name: group[name] for name in ("initial", "initial_lr") if name in group}
-        groups.append(group | moved(saved_group, device) | edited | of_code)
+        groups.append(group | moved(saved_group, device) | edited | {"initial": initial_now})
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
 def was_edited(initial_then, initial_now):

@@ -147,15 +147,16 @@ def watch_forward_passes(run, report):
     with gradient. "embedded": the number of token ids that the embedding got; "shifted": what
     share_of_shifted_rows() returned for some of these; "new_targets": (the number of rows whose
     targets are not part of the training data, the number of rows that were looked up); "ids": what
-    count_ids() returned; "before_masks": a Counter of inputs with targets of -100. The list gets up
-    to 16 rows (T,) of each of the first of these passes, as arrays of token ids.
+    count_ids() returned; "before_masks" and "before_targets": Counters of inputs with targets of
+    -100 and with other targets. The list gets up to 16 rows (T,) of each of the first of these
+    passes, as arrays of token ids.
     """
     # The hooks must not refer to `run`, because the script deletes it to end DDP
     get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
     states, rows, loader = [], [], run.train_loader
     report |= {"draws": False, "draws_without_grad": False, "seeds": False, "embedded": 0,
                "shifted": [], "new_targets": (0, 0), "ids": (Counter(), Counter()),
-               "before_masks": Counter()}
+               "before_masks": Counter(), "before_targets": Counter()}
 
     def before(model, args):
         states.append((get_state(), torch.initial_seed()))
@@ -167,7 +168,9 @@ def watch_forward_passes(run, report):
                 more_new, more = rows_of_new_targets(loader, *args)
                 report["new_targets"] = (new + more_new, looked_up + more)
                 report["ids"] = count_ids(*report["ids"], *args)
-                report["before_masks"] += Counter(args[0][args[1] == -100].tolist())
+                x, y = args[0], args[1]
+                report["before_masks"] = report["before_masks"] + Counter(x[y == -100].tolist())
+                report["before_targets"] = report["before_targets"] + Counter(x[y >= 0].tolist())
 
     def after(model, args, outputs):
         state, seed = states.pop()
@@ -336,7 +339,8 @@ class Watched:
             *noted(notes_about_shifts, report["shifted"]),
             *noted(notes_about_new_targets, *report["new_targets"]),
             *noted(notes_about_ids, run.encoding, *report["ids"]),
-            *noted(notes_about_masks, run.encoding, report["before_masks"]),
+            *noted(notes_about_masks, run.encoding, report["before_masks"],
+                   report["before_targets"]),
             *noted(notes_about_forward, t, run),
             *noted(notes_about_positions, t, run),
             *noted(notes_about_auxiliary_gradients, run, self.nonzero),
@@ -493,10 +497,6 @@ def before_each_step(state, look):
         if isinstance(optimizer, torch.optim.Optimizer):
             optimizer.register_step_pre_hook(hook)
 
-def initial_lr_of(group):
-    """Return the lr with which an optimizer group was built."""
-    return group.get("initial_lr", group["lr"])  # the first step stores it
-
 def watch_learning_rates(t, run):
     """Return {group: factors}, to which each step adds a group's lr divided by the scheduled one.
 
@@ -506,7 +506,7 @@ def watch_learning_rates(t, run):
 
     def look(optimizer):
         for i, group in enumerate(optimizer.param_groups):
-            scheduled = initial_lr_of(group) * t.get_lr(state.step, cfg) / cfg.max_lr
+            scheduled = group["initial"]["lr"] * t.get_lr(state.step, cfg) / cfg.max_lr
             if scheduled > 0:
                 name = f"group {i} of {type(optimizer).__name__}"
                 factors[name].add(round(float(group["lr"]) / scheduled, 9))
@@ -519,23 +519,33 @@ def watch_overwritten_rates(t):
     It gets those whose lr is changed after one step, and is replaced in the next one by the
     scheduled value.
     """
-    names, set_by_step, original = set(), {}, getattr(t, "step_optimizers", None)
-    if original is None:  # an edit has replaced it
-        return names
+    names, original = set(), getattr(t, "step_optimizers", None)
+    set_by_step = {}  # {id of a group: (the group, the lr that the latest step has set)}
 
-    @functools.wraps(original)
-    def step_optimizers(state, cfg, *args, **kwargs):
-        groups = [(type(optimizer).__name__, group) for optimizer in state.optimizers
-                  for group in optimizer.param_groups]
-        changed = [(name, group) for name, group in groups
-                   if group["lr"] != set_by_step.get(id(group), group["lr"])]
-        scheduled = [initial_lr_of(group) * t.get_lr(state.step, cfg) / cfg.max_lr
-                     for _, group in changed]
-        result = original(state, cfg, *args, **kwargs)
-        set_by_step.update({id(group): group["lr"] for _, group in groups})
-        names.update(name for (name, group), lr in zip(changed, scheduled) if group["lr"] == lr)
+    def rates_to_be_replaced(state, cfg, *args):
+        """Return (optimizer's name, group, scheduled lr) of groups with another lr than then."""
+        found = []
+        for optimizer in state.optimizers:
+            for group in optimizer.param_groups:
+                _, lr = set_by_step.get(id(group), (group, group["lr"]))
+                if group["lr"] != lr:
+                    scheduled = group["initial"]["lr"] * t.get_lr(state.step, cfg) / cfg.max_lr
+                    found.append((type(optimizer).__name__, group, scheduled))
+        return found
+
+    def remember(state, *args):
+        for optimizer in state.optimizers:
+            for group in optimizer.param_groups:
+                set_by_step[id(group)] = group, group["lr"]
+
+    def step_optimizers(*args, **kwargs):
+        changed = noted(rates_to_be_replaced, *args)
+        result = original(*args, **kwargs)
+        names.update(name for name, group, scheduled in changed if group["lr"] == scheduled)
+        noted(remember, *args)
         return result
-    t.step_optimizers = step_optimizers
+    if original:  # otherwise an edit has replaced it
+        t.step_optimizers = functools.wraps(original)(step_optimizers)
     return names
 
 def watch_first_update(t, run):
@@ -922,7 +932,7 @@ def notes_about_learning_rates(state):
         rates, count = set(), 0
         for group in optimizer.param_groups:
             if n := sum(id(p) in in_blocks for p in group["params"]):
-                rates.add(float(initial_lr_of(group)))
+                rates.add(float(group["initial"]["lr"]))
                 count += n
         numbers[type(optimizer).__name__] = len(rates), count
     several = [name for name, (n, _) in numbers.items() if n > 1]
@@ -1099,14 +1109,16 @@ def notes_about_ids(encoding, inputs, targets):
             "the model does not learn to predict it. If targets are masked, check which ones "
             f"({len(never)} such tokens)."]
 
-def notes_about_masks(encoding, before_masks):
-    """Return a note if targets are masked after one id only.
+def notes_about_masks(encoding, before_masks, before_targets):
+    """Return a note if all targets after a certain id are masked, and no others.
 
-    before_masks: a Counter of the inputs with masked targets.
+    before_masks, before_targets: Counters of the inputs with masked and with other targets.
     """
     if sum(before_masks.values()) < 20 or len(before_masks) > 1:
         return []
     token, = before_masks
+    if before_targets[token]:
+        return []
     text = encoding.decode_single_token_bytes(token)
     return [f"targets are masked only where the input is {text} (id {token}). So the model learns "
             "to predict this token, but not what follows it. If it is meant to be the other way "

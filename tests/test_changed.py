@@ -303,6 +303,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
     # An edit may replace the optimizers during training
     run.ddp_model = run.state.raw_model
     run.state.optimizers = [torch.optim.SGD(run.state.raw_model.parameters(), lr=2 * cfg.max_lr)]
+    t.store_initial_hyperparameters(run.state.optimizers)
     t.train_step(run)
     group = run.state.optimizers[0].param_groups[0]
     assert group["lr"] == pytest.approx(2 * t.get_lr(4, cfg))
