@@ -101,7 +101,7 @@ class Config:
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
     epochs: float = 0.0             # passes over the data; if above 0, they determine max_steps
-    minutes: float = 0.0            # if above 0, time 20 steps first, and set max_steps to fit this
+    minutes: float = 0.0            # training time; if above 0, 20 trial steps determine max_steps
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -220,7 +220,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        self.dropout = nn.Dropout(config.dropout)  # only holds p, the fraction for forward()
+        self.dropout = nn.Dropout(config.dropout)  # forward() does not call it, but reads its p
 
     def forward(self, x):
         B, T, C = x.shape
@@ -398,7 +398,7 @@ class DataLoaderLite:
         self.lengths = [len(tokens_of_shard(shard)) for shard in shards]  # in tokens
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
-        self.loaded_shard, self.loaded_tokens = None, None  # index and token ids of a shard
+        self.loaded_shard, self.loaded_tokens = None, None  # index and ids of the shard last read
 
     def locate(self, row):
         """Return the shard (its index) and the token at which a row begins. row: the row number.
@@ -687,8 +687,7 @@ def train_step(run):
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
-    # The number of targets in this step, in all processes. For edits: read_step() may mask some
-    # (set them to -100)
+    # The number of targets in all processes. For edits: read_step() may mask some (set them to -100)
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
@@ -761,8 +760,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (Multiples
-            # of keep_every are saved in the same way, but later they are not deleted)
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (Checkpoints
+            # at multiples of keep_every are never deleted)
             check_same_weights(run)
             run.folder.save_if_needed(state)
         if due(cfg.eval_every, run):
@@ -944,8 +943,8 @@ def find_start(cfg, device):
         --sample                           those to sample from       None
         new run with init_from=scratch     None                       None
         new run with init_from=gpt2        those of gpt2              None
-        resumed run (init_from=scratch)    None                       the newest in log_dir
-        resumed run (init_from=gpt2)       those in the checkpoint    the newest in log_dir
+        resumed run with init_from=scratch None                       the newest in log_dir
+        resumed run with init_from=gpt2    those in the checkpoint    the newest in log_dir
 
     The Weights determine the constants of the model and, without a checkpoint, they are loaded into
     the model. (In the last row, only their constants are used. Where Weights are None, Config
@@ -988,7 +987,7 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 def check_flags_against_weights(flags, cfg, weights):
-    """Raise UserError for a flag that contradicts the weights. cfg: has the values of the flags."""
+    """Raise UserError if a flag contradicts the weights. cfg: a Config made with the flags."""
     for name, value in constants_of_model(weights).items():
         if name in flags and getattr(cfg, name) != value:
             raise UserError(f"{name} is {value} in the weights {weights.source}: leave out "
@@ -1076,11 +1075,12 @@ def set_up(cfg, weights, checkpoint, device):
         check_model_fits(weights, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
-    cfg = replace(cfg, max_steps=determine_max_steps(cfg, weights, checkpoint, device, loaders))
+    max_steps = determine_max_steps(cfg, weights, checkpoint, device=device, loaders=loaders)
+    cfg = replace(cfg, max_steps=max_steps)
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
-    run = build_run(cfg, weights, checkpoint, device, loaders, folder)
+    run = build_run(cfg, weights, checkpoint, device=device, loaders=loaders, folder=folder)
     catch_signals(run.signal_came)
     warnings = warnings_about(run, checkpoint)
     folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
@@ -1123,7 +1123,7 @@ def steps_that_fit(cfg, weights, device, loaders):
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
     cfg_of_trial = replace(cfg, hellaswag_every=0)  # so that build_run() skips preparing HellaSwag
-    run = build_run(cfg_of_trial, weights, None, device, loaders)
+    run = build_run(cfg_of_trial, weights, checkpoint=None, device=device, loaders=loaders)
     seconds = []
     for _ in range(20):
         before = time.perf_counter()
@@ -1685,7 +1685,7 @@ def check_restorable(state, saved):
             raise ValueError(f"the checkpoint does not contain State.{name}")
     for name, saved_value in saved.items():
         value = getattr(state, name, None)
-        # A saved dict is the content of an object, or the attribute was a dict
+        # A saved dict comes from the state_dict() of an object, or the attribute was a dict
         if isinstance(saved_value, dict) and not (is_stateful(value) or isinstance(value, dict)):
             raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
                              "State has none when it is created")
@@ -1924,9 +1924,9 @@ class RunFolder:
     def save_if_needed(self, state):
         """Save `state` in the background, unless this step need not be saved.
 
-        A step need not be saved if the newest checkpoint belongs to it. Neither does step 0 of a
-        run from scratch, since the seed determines the initial weights. Training waits only for the
-        previous save and for the copy to host memory.
+        This is the case if the newest checkpoint is of this step, and at step 0 of a run from
+        scratch, since the seed determines the initial weights. Training waits only for the previous
+        save and for the copy to host memory.
         """
         if rank() != 0:
             return
@@ -1953,7 +1953,7 @@ class RunFolder:
         step, start = checkpoint["state"]["step"], time.perf_counter()
         path = self.path / f"checkpoint_{step:05d}.pt"
         try:
-            # write_whole() reads the new file back before it gives the file its name
+            # write_whole() verifies the new file before it gives the file its final name
             write_whole(path, lambda file: torch.save(checkpoint, file), verify=read_checkpoint)
         except (OSError, RuntimeError, UserError) as e:
             while e.__context__:  # torch.save raises a RuntimeError that hides an OSError

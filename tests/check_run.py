@@ -514,16 +514,15 @@ def watch_learning_rates(t, run):
     return factors
 
 def watch_overwritten_rates(t):
-    """Return a set of optimizers' names, which is filled during training.
+    """Return a set, to which training adds the names of optimizers with a change without effect.
 
-    It gets those whose lr is changed after one step, and is replaced in the next one by the
-    scheduled value.
+    This is a change of lr between two steps, which step_optimizers() replaces with the scheduled lr.
     """
     names, original = set(), getattr(t, "step_optimizers", None)
     set_by_step = {}  # {id of a group: (the group, the lr that the latest step has set)}
 
     def rates_to_be_replaced(state, cfg, *args):
-        """Return (optimizer's name, group, scheduled lr) of groups with another lr than then."""
+        """Return (name of the optimizer, group, scheduled lr) of each group with a changed lr."""
         found = []
         for optimizer in state.optimizers:
             for group in optimizer.param_groups:
