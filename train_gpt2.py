@@ -687,7 +687,7 @@ def train_step(run):
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
-    # The number of targets in all processes. For edits: read_step() may mask some (set them to -100)
+    # The number of targets in all processes. For edits: read_step() may set some to -100
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
     step_loss = torch.zeros((), device=run.device)
     ddp_model.train()
@@ -760,8 +760,8 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (Checkpoints
-            # at multiples of keep_every are never deleted)
+            # Save before evaluating, so that no steps are lost if the evaluation fails.
+            # (Checkpoints at multiples of keep_every are never deleted)
             check_same_weights(run)
             run.folder.save_if_needed(state)
         if due(cfg.eval_every, run):

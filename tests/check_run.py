@@ -516,7 +516,7 @@ def watch_learning_rates(t, run):
 def watch_overwritten_rates(t):
     """Return a set, to which training adds the names of optimizers with a change without effect.
 
-    This is a change of lr between two steps, which step_optimizers() replaces with the scheduled lr.
+    This is a change of lr between two steps, if step_optimizers() then sets the scheduled lr.
     """
     names, original = set(), getattr(t, "step_optimizers", None)
     set_by_step = {}  # {id of a group: (the group, the lr that the latest step has set)}
