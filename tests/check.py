@@ -1,4 +1,4 @@
-"""Check that an edited train_gpt2.py still keeps its promises. This takes one or two minutes.
+"""Check that an edited train_gpt2.py still keeps its promises. This takes about a minute.
 
     python tests/check.py                 # with your constants; without shards, the quick start's
     python tests/check.py --data=my.txt --optimizer=adamw     # with any flags of train_gpt2.py
@@ -16,6 +16,7 @@ import ast
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import re
 import shutil
@@ -28,11 +29,12 @@ import time
 import zlib
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 import check_run
 from check_run import (
@@ -160,7 +162,13 @@ def parse(words):
         options.flags[name] = value
     return options
 
-# ---- Runs. Each one is a process of its own (two processes with torchrun), which runs check_run.py
+# ---- Runs. Each one is a process of its own, or two processes with the environment that torchrun
+# would give them. Importing torch takes several seconds. On Linux, processes are therefore forked
+# from one that has already imported it
+FRESH = multiprocessing.get_context("spawn")  # each process imports torch itself
+FORKED = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+PRELOAD = ["torch._dynamo", "tiktoken", "check_run"]  # torch.optim imports torch._dynamo
+
 @dataclass
 class Finished:
     """What a run left behind."""
@@ -193,7 +201,8 @@ class Laboratory:
         """Return the Finished of a run. Raise Failed if it stopped with an error."""
         return self.runs[name].result()  # waits
 
-    def run(self, name, flags, scripts=SCRIPTS, processes=1, after=None, log_of=None, **job):
+    def run(self, name, flags, scripts=SCRIPTS, processes=1, after=None, log_of=None,
+            context=FORKED, **job):
         """Run train_gpt2.py in the folder `scripts` with {name: value} of flags.
 
         after: the name of a run to wait for. log_of: the name of the run to resume.
@@ -208,13 +217,10 @@ class Laboratory:
         if flags.get("init_from") is LAST_CHECKPOINT:
             flags = flags | {"init_from": self.result(after).checkpoint}
         job |= {"scripts": scripts, "folder": folder, "flags": flags | {"log_dir": log_dir}}
-        launcher = [sys.executable]
-        if processes > 1:
-            launcher += ["-m", "torch.distributed.run", "--standalone",
-                         f"--nproc_per_node={processes}", f"--log_dir={folder}"]
         begin = time.monotonic()
-        command = [*launcher, check_run.__file__, json.dumps(job, default=str)]
-        status = self.status_of(command, log_dir / "log.txt", patience)
+        with environments(processes) as envs:
+            ranks = [context.Process(target=check_run.be_a_run, args=(job, env)) for env in envs]
+            status = self.status_of(ranks, log_dir / "log.txt", patience)
         seconds = time.monotonic() - begin
         self.n_done += 1
         show_progress(f"{self.n_done} of {len(self.runs)} runs done")
@@ -233,19 +239,22 @@ class Laboratory:
                         checkpoint=max(checkpoints, default=None), warnings=warnings_of(folder),
                         report=json.loads(report.read_text()) if report.exists() else {})
 
-    def status_of(self, command, log, patience):
-        """Run a command and return its exit status.
+    def status_of(self, ranks, log, patience):
+        """Run processes. Return 0, or the exit status of a process that fails.
 
-        Stop it and raise Failed if the log has not grown for `patience` seconds, or if the check
-        ends.
+        Stop all of them if one fails. Stop them and raise Failed if the log has not grown for
+        `patience` seconds, or if the check ends.
         """
-        env = {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONDONTWRITEBYTECODE": "1"}
-        # At the end of this block, stdin is closed, which ends the run (see end_with_check)
-        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
-                              stderr=subprocess.DEVNULL, env=env,
-                              start_new_session=True) as process:  # without the user's Ctrl-C
-            begin = time.time()
-            while process.poll() is None:
+        begin = time.time()
+        for process in ranks:
+            process.start()
+        try:
+            while True:
+                statuses = [process.exitcode for process in ranks]
+                if any(statuses):
+                    return next(filter(None, statuses))
+                if None not in statuses:
+                    return 0
                 if self.closed:
                     raise Failed("The check was stopped.")
                 last = log.stat().st_mtime if log.exists() else begin
@@ -254,7 +263,23 @@ class Laboratory:
                                  "processes wait for each other, because only one of them uses a "
                                  "parameter or calls an operation such as all_reduce.")
                 time.sleep(0.05)
-        return process.returncode
+        finally:
+            for process in ranks:
+                process.kill()
+                process.join()
+
+@contextmanager
+def environments(n):
+    """Yield a list with the environment variables that torchrun would give each of n processes."""
+    if n == 1:
+        yield [{}]
+        return
+    # Like torchrun, keep the store in which the processes find each other. It chooses a free port
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n),
+            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+           for rank in range(n)]
 
 def show_progress(text):
     """Print a line to stderr. On a terminal, the next line replaces it."""
@@ -441,7 +466,8 @@ class Plan:
         lab.start("reloaded", self.constants | self.common | {
             "max_steps": 0, "init_from": LAST_CHECKPOINT, "seed": self.constants["seed"] ^ 1},
             after="base")
-        lab.start("again", self.common)
+        # Forked processes are more alike than two commands: hash() of a text is the same in them
+        lab.start("again", self.common, context=FRESH)
         lab.start("evaluated", self.common | {
             "eval_every": self.options.steps, "sample_every": self.common["eval_every"],
             "sample_tokens": 8})
@@ -967,6 +993,10 @@ def end_by_signal(number, frame):
 
 def main():
     options = parse(sys.argv[1:])
+    # The processes of the runs inherit these
+    os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
+    os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    FORKED.set_forkserver_preload(PRELOAD)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_by_signal)
     try:

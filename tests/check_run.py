@@ -1,6 +1,4 @@
-"""A run that check.py starts in a process of its own.
-
-    python check_run.py JOB    # in JSON, see Laboratory.run() in check.py
+"""A run that check.py starts in a process of its own (see Laboratory.run() in check.py).
 
 The process runs the edited train_gpt2.py, watches what training does, and then examines the trained
 model. It writes its findings, including the notes, to report.json.
@@ -12,6 +10,7 @@ import inspect
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -38,14 +37,21 @@ LOW_PRECISION = 5e-2  # the tolerance of logits that are computed in 16 bits
 # may be equal by chance, how many rows to compare, and in how many tokens of a file to search
 SHORTEST_ROW, MOST_ROWS, MOST_TOKENS = 32, 320, 2**21
 
-def be_a_run(job):
-    """Do what `python train_gpt2.py` with the job's flags does, and write a report."""
-    folder, rank = Path(job["folder"]), os.environ.get("RANK", "0")
-    sys.stdin = open(os.devnull)  # so that a breakpoint() in an edit is an error
+def be_a_run(job, env):
+    """Do what `python train_gpt2.py` with the job's flags does, and write a report.
+
+    env: environment variables to set.
+    """
+    os.environ.update(env)
+    if hasattr(os, "setsid"):
+        os.setsid()  # the user's Ctrl-C does not reach this process
     threading.Thread(target=end_with_check, daemon=True).start()
-    with open(folder / f"err_{rank}.txt", "w") as file:
-        os.dup2(file.fileno(), sys.stderr.fileno())
-    sys.path[0] = job["scripts"]
+    for name, number in ((os.devnull, 1), (job["folder"] / f"err_{env.get('RANK', 0)}.txt", 2)):
+        with open(name, "w") as file:
+            os.dup2(file.fileno(), number)
+    sys.stdin = open(os.devnull)  # so that a breakpoint() in an edit is an error
+    np.random.seed()  # a forked process would draw the same numbers as others
+    sys.path[0] = str(job["scripts"])
     import train_gpt2 as t
     # The committed version may lack a constant that the edit adds, and the other way round
     known = [constant.name for constant in fields(t.Config)]
@@ -66,11 +72,8 @@ def watch_draws(t):
     return checksums
 
 def end_with_check():
-    """End this process when check.py closes its end of the pipe, or when check.py itself ends.
-
-    torchrun hands the pipe on to the processes that it starts.
-    """
-    os.read(0, 1)  # waits
+    """End this process when check.py ends, even if it is killed."""
+    multiprocessing.parent_process().join()  # waits
     os._exit(1)
 
 def train_and_report(t, train, run, job):
@@ -1834,6 +1837,3 @@ def some_values(tensor):
         return flat[:1].tolist()
     # Not every n-th value, which would all be in the same column of a matrix
     return flat[torch.linspace(0, flat.numel() - 1, min(8, flat.numel())).long()].tolist()
-
-if __name__ == "__main__":
-    be_a_run(json.loads(sys.argv[1]))

@@ -2,10 +2,12 @@
 import contextlib
 import copy
 import math
+import os
 import random
 import signal
 import subprocess
 import sys
+import time
 import types
 import zlib
 from collections import Counter, deque
@@ -119,18 +121,26 @@ def test_a_signal_ends_all_processes_and_deletes_the_folder(tmp_path):
     process = subprocess.Popen(
         [sys.executable, script, "--steps=4", *flags(tmp_path)], cwd=tmp_path, text=True,
         env=ENV | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    until(lambda: list(tmp_path.glob("check_gpt2_*/two/err_*.txt")))  # torchrun's processes
-    assert len(runs_below(tmp_path)) >= 2
+    until(lambda: list(tmp_path.glob("check_gpt2_*/two/err_*.txt")))  # two processes train
+    started = descendants(process.pid)
+    assert len(started) >= 3
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=180) == 128 + signal.SIGTERM, process.stdout.read()
     process.stdout.close()
-    assert not [*tmp_path.glob("check_gpt2_*"), *tmp_path.glob("torchelastic_*")]
-    until(lambda: not runs_below(tmp_path))
+    assert not list(tmp_path.glob("check_gpt2_*"))
+    until(lambda: not started & running_processes().keys())
 
-def runs_below(folder):
-    """Return the commands of all running processes that name a folder of check.py in `folder`."""
-    commands = subprocess.run(["ps", "-A", "-ww", "-o", "command"], capture_output=True, text=True)
-    return [line for line in commands.stdout.splitlines() if f"{folder}/check_gpt2_" in line]
+def running_processes():
+    """Return {pid: pid of the parent} of all running processes."""
+    lines = subprocess.run(["ps", "-A", "-o", "pid=,ppid=,stat="], capture_output=True, text=True)
+    words = [line.split() for line in lines.stdout.splitlines()]
+    return {int(pid): int(parent) for pid, parent, stat in words if not stat.startswith("Z")}
+
+def descendants(pid):
+    """Return the ids of all processes that a process has started, directly or indirectly."""
+    parents = running_processes()
+    children = {child for child, parent in parents.items() if parent == pid}
+    return children.union(*(descendants(child) for child in children))
 
 def test_an_error_of_the_script_is_shown(tmp_path):
     """A constant that the script refuses ends the check with the script's own line."""
@@ -262,6 +272,8 @@ def test_the_killed_run_is_continued_twice():
     assert how["killed_again"] == dict(
         kill_at=18, kill_after=17, after="killed", log_of="killed")
     assert how["continued"] == dict(after="killed_again", log_of="killed")
+    # Only a process that is not forked has a different hash() of a text
+    assert how["again"] == dict(context=check.FRESH)
     saves = [flags[name]["save_every"] for name in ("killed", "killed_again", "continued")]
     assert saves == [7, 17, 17]
 
@@ -1275,14 +1287,19 @@ def test_ids_are_part_of_a_text_only_at_the_beginning_of_an_id():
 
 def test_processes_that_wait_for_each_other_are_stopped(tmp_path):
     """A run whose log no longer grows is stopped, and the error says so."""
-    code = ("import sys, time; from pathlib import Path\n"
-            f"sys.path.insert(0, {str(ROOT / 'tests')!r})\n"
-            "import check_run, threading\n"
-            "threading.Thread(target=check_run.end_with_check).start()\n"
-            "while True:\n    time.sleep(1)\n")
+    waiting = check.FORKED.Process(target=time.sleep, args=(600,))
     with contextlib.closing(check.Laboratory(workers=1)) as lab:
         with pytest.raises(check.Failed, match="wait for each other"):
-            lab.status_of([sys.executable, "-c", code], tmp_path / "log.txt", patience=0.5)
+            lab.status_of([waiting], tmp_path / "log.txt", patience=0.5)
+    assert not waiting.is_alive()
+
+def test_if_one_of_two_processes_fails_the_other_one_is_stopped(tmp_path):
+    """The exit status is that of the process that failed."""
+    waiting = check.FORKED.Process(target=time.sleep, args=(600,))
+    failing = check.FORKED.Process(target=os._exit, args=(3,))
+    with contextlib.closing(check.Laboratory(workers=1)) as lab:
+        assert lab.status_of([waiting, failing], tmp_path / "log.txt", patience=600) == 3
+    assert not waiting.is_alive()
 
 # ----------------------------------------------------------------- notes on slow or wrong learning
 def test_a_loss_that_hardly_falls_is_noted(tmp_path):
