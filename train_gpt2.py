@@ -810,8 +810,8 @@ def train(run):
 # train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring and
 # the end of a run
 
-# ---- What a command may start from: the Weights of a trained model, or a checkpoint. A checkpoint
-# is a dict that is stored as a file in log_dir. It has these entries:
+# ---- What a command starts from: the Weights of a trained model, a checkpoint, or neither. A
+# checkpoint is a dict that is stored as a file in log_dir. It has these entries:
 #
 #     state         State.state_dict(), from which a run is resumed
 #     eval_model    State.eval_model.state_dict(): the weights for samples, for the export and for
@@ -833,6 +833,20 @@ class Weights:
     encoding_name: str | None  # None if it is unknown
     tensors: dict              # the state_dict of a GPT
     code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
+
+@dataclass
+class Start:
+    """What a command starts from.
+
+        command                       weights                checkpoint
+        new run, init_from=scratch    None                   None
+        new run, init_from=gpt2       those of gpt2          None
+        resumed run                   None                   the newest in log_dir
+        --sample                      those to sample from   None
+    """
+    gpt_config: GPTConfig     # of the model that the command builds
+    weights: Weights | None   # to load into the model
+    checkpoint: dict | None   # to restore State from
 
 # ---- The start and the end of the program
 def main():
@@ -862,13 +876,13 @@ def run_command(flags):
     device = set_up_device(flags.get("device", Config.device))
     if "RANK" in os.environ:
         join_processes(device)
-    cfg, weights, checkpoint, opening_text = resolve_config(flags, device)
+    cfg, start, opening_text = resolve_config(flags, device)
     if cfg.sample:
-        sample_only(cfg, weights, device)
+        sample_only(cfg, start, device)
         return
     print0(opening_text)
-    run = set_up(cfg, weights, checkpoint, device)
-    del weights, checkpoint  # the run does not need them any longer, so free their memory
+    run = set_up(cfg, start, device)
+    del start  # the run has copied its tensors, so free their memory
     with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
         train(run)
 
@@ -878,16 +892,15 @@ def run_command(flags):
 PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 
 def resolve_config(flags, device=torch.device("cpu")):
-    """Return the Config, the Weights and the checkpoint to start from, and the text to print first.
-
-    flags: {name: text}. The Config is made in four steps:
+    """Return the Config, the Start, and the text to print first. flags: {name: text}.
 
     1. Choose the data and the preset. A flag determines the value of its constant. Without a flag,
        the preset determines it, and if the preset does not contain the constant, Config does.
-    2. Read the weights or the checkpoint that the command starts from (see find_start).
-    3. If there are weights, set the constants of the model and the encoding to those of the
-       weights. A flag with a different value raises UserError. The preset FINETUNE also needs a
-       max_lr and a T that suit this model, unless the preset or a flag sets them.
+    2. Read the weights or the checkpoint that the command starts from.
+    3. If init_from is not "scratch", set the constants of the model and the encoding to those of
+       the weights in init_from. (When a run is resumed, they are in its checkpoint.) A flag with a
+       different value raises UserError. The preset FINETUNE also needs a max_lr and a T that suit
+       this model, unless the preset or a flag sets them.
     4. Lower B if it does not divide a process's share of the batch.
     """
     if "max_steps" in flags:
@@ -899,18 +912,22 @@ def resolve_config(flags, device=torch.device("cpu")):
     # The values of flags are still text, which make_config() converts
     chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, chosen)
-    weights, checkpoint = find_start(cfg, device)
+    weights, checkpoint = read_start(cfg, device)
+    existing = weights  # the weights that determine the model, or None
+    if checkpoint and cfg.init_from != "scratch":
+        existing = weights_in_checkpoint(checkpoint, cfg.log_dir)
     weights_line = ""
-    if weights:
-        check_flags_against_weights(flags, cfg, weights)
-        suggested = values_for_fine_tuning(weights) if preset_name == "FINETUNE" else {}
-        adapted = make_config(Config, suggested | chosen | constants_of_model(weights))
-        weights_line = "\n" + describe_weights(weights.source, before=cfg, after=adapted)
+    if existing:
+        check_flags_against_weights(flags, cfg, existing)
+        suggested = values_for_fine_tuning(existing) if preset_name == "FINETUNE" else {}
+        adapted = make_config(Config, suggested | chosen | constants_of_model(existing))
+        weights_line = "\n" + describe_weights(existing.source, before=cfg, after=adapted)
         cfg = adapted
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, weights, checkpoint, f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
+    start = Start(gpt_config_of_run(cfg, existing), weights, checkpoint)
+    return cfg, start, f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
 
 def choose_data(flags):
     """Return the training data and a note to print.
@@ -936,19 +953,8 @@ def choose_preset(data, flags):
         return ""
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
-def find_start(cfg, device):
-    """Return the Weights and the checkpoint that a command starts from. Both may be None.
-
-        command                            Weights                    checkpoint
-        --sample                           those to sample from       None
-        new run with init_from=scratch     None                       None
-        new run with init_from=gpt2        those of gpt2              None
-        resumed run with init_from=scratch None                       the newest in log_dir
-        resumed run with init_from=gpt2    those in the checkpoint    the newest in log_dir
-
-    The Weights determine the constants of the model and, without a checkpoint, they are loaded into
-    the model. (In the last row, only their constants are used. Where Weights are None, Config
-    determines the constants.)
+def read_start(cfg, device):
+    """Return the Weights and the checkpoint that a command starts from (see the table in Start).
 
     Raise UserError if a file cannot be read.
     """
@@ -958,10 +964,8 @@ def find_start(cfg, device):
     if cfg.sample:
         return read_weights_to_sample_from(cfg), None
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if cfg.init_from == "scratch":
+    if checkpoint or cfg.init_from == "scratch":
         return None, checkpoint
-    if checkpoint:
-        return weights_in_checkpoint(checkpoint, cfg.log_dir), checkpoint
     return read_weights(cfg.init_from), None
 
 def read_weights_to_sample_from(cfg):
@@ -1065,22 +1069,20 @@ def fitting_B(cfg):
 
 # ---- Setting up a run. The log and the export in log_dir are not touched until the data, the
 # checkpoint and the model have been checked
-def set_up(cfg, weights, checkpoint, device):
-    """Return the Run for train(). cfg, weights, checkpoint: what resolve_config() returned.
+def set_up(cfg, start, device):
+    """Return the Run for train(). cfg and start: what resolve_config() returned.
 
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
-    encoding = get_encoding(cfg.encoding)
-    if weights:
-        check_model_fits(weights, cfg, encoding)
+    encoding, checkpoint = get_encoding(cfg.encoding), start.checkpoint
+    check_model_fits(start.gpt_config, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
-    max_steps = determine_max_steps(cfg, weights, checkpoint, device=device, loaders=loaders)
-    cfg = replace(cfg, max_steps=max_steps)
+    cfg = replace(cfg, max_steps=determine_max_steps(cfg, start, device, loaders))
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
     folder = RunFolder(cfg, fingerprint, lock)
-    run = build_run(cfg, weights, checkpoint, device=device, loaders=loaders, folder=folder)
+    run = build_run(cfg, start, device=device, loaders=loaders, folder=folder)
     catch_signals(run.signal_came)
     warnings = warnings_about(run, checkpoint)
     folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
@@ -1088,42 +1090,42 @@ def set_up(cfg, weights, checkpoint, device):
     print0("\n".join(lines))
     return run
 
-def check_model_fits(weights, cfg, encoding):
-    """Raise UserError if a loaded model has the wrong vocabulary or too short a context."""
-    n_vocab, block_size = weights.model_constants["n_vocab"], weights.model_constants["block_size"]
+def check_model_fits(gpt_config, cfg, encoding):
+    """Raise UserError if the model, which init_from may determine, does not fit cfg."""
+    n_vocab, block_size = gpt_config.n_vocab, gpt_config.block_size
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
                         f"context of {block_size}, but encoding={cfg.encoding} has "
                         f"{encoding.n_vocab} and T={cfg.T}: change --encoding or --T.")
 
-def determine_max_steps(cfg, weights, checkpoint, device, loaders):
+def determine_max_steps(cfg, start, device, loaders):
     """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
 
     A resumed run with `minutes` keeps the max_steps that was measured when it began. Raise
     UserError if its checkpoint has different `minutes`.
     """
-    if cfg.minutes and checkpoint:
-        before = checkpoint["constants"]
+    if cfg.minutes and start.checkpoint:
+        before = start.checkpoint["constants"]
         if before.get("minutes") != cfg.minutes:
             raise UserError(f"The newest checkpoint in {cfg.log_dir}/ was not written with "
                             f"minutes={cfg.minutes:g}, but with max_steps={before['max_steps']}: "
                             "leave out --minutes, or choose a different --log_dir.")
         return before["max_steps"]
     if cfg.minutes:
-        return steps_that_fit(cfg, weights, device, loaders)
+        return steps_that_fit(cfg, start, device, loaders)
     if cfg.epochs:
         train_loader, _ = loaders
         return steps_for_epochs(cfg, train_loader.rows_per_epoch)
     return cfg.max_steps
 
-def steps_that_fit(cfg, weights, device, loaders):
+def steps_that_fit(cfg, start, device, loaders):
     """Return how many steps fit into cfg.minutes, given the median time of twenty trial steps.
 
     The trial steps use a separate Run, which has no folder and is discarded afterwards.
     """
     print0(f"Taking twenty trial steps to find out how many fit into {cfg.minutes:g} minutes")
     cfg_of_trial = replace(cfg, hellaswag_every=0)  # so that build_run() skips preparing HellaSwag
-    run = build_run(cfg_of_trial, weights, checkpoint=None, device=device, loaders=loaders)
+    run = build_run(cfg_of_trial, start, device, loaders)
     seconds = []
     for _ in range(20):
         before = time.perf_counter()
@@ -1149,23 +1151,22 @@ def steps_for_epochs(cfg, rows_per_epoch):
         max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
     return max_steps
 
-def build_run(cfg, weights, checkpoint, device, loaders, folder=None):
+def build_run(cfg, start, device, loaders, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
 
-    weights, checkpoint: what find_start() returned. loaders: the training loader and the validation
-    loader. folder: a RunFolder, or None for trial steps (see steps_that_fit).
+    loaders: the training loader and the validation loader. folder: a RunFolder, or None for trial
+    steps (see steps_that_fit).
     """
     train_loader, val_loader = loaders
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    gpt_config = gpt_config_of_run(cfg, encoding, weights)
-    raw_model = build_model(cfg, gpt_config).to(device)
-    if weights and not checkpoint:
-        load_weights(raw_model, weights)
+    raw_model = build_model(cfg, start.gpt_config).to(device)
+    if start.weights:
+        load_weights(raw_model, start.weights)
     state = build_state(raw_model, cfg, dtype)
-    if checkpoint:
-        restore_checkpoint(state, checkpoint, cfg.log_dir)
+    if start.checkpoint:
+        restore_checkpoint(state, start.checkpoint, cfg.log_dir)
     if compiled:
         raw_model.compile()
     return Run(
@@ -1519,20 +1520,20 @@ def weights_in_checkpoint(checkpoint, source):
     return Weights(source, model_constants, checkpoint["encoding"], checkpoint["eval_model"],
                    checkpoint.get("code"))
 
-def gpt_config_of_run(cfg, encoding, weights=None):
+def gpt_config_of_run(cfg, existing=None):
     """Return the GPTConfig of the model that a command builds.
 
-    weights: the Weights that determine the model. If it is None, cfg and the encoding determine it.
+    existing: the Weights that determine the model. If it is None, cfg determines it.
     """
     # The constants that both classes have: n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
-    if weights is None:
-        return GPTConfig(block_size=cfg.T, n_vocab=encoding.n_vocab,
-                         vocab_size=padded(encoding.n_vocab), **in_both)
-    # weights.model_constants never contains dropout, so dropout comes from cfg. For edits: a
-    # constant that did not exist when the weights were trained also comes from cfg
-    return make_gpt_config(in_both | weights.model_constants, weights.source)
+    if existing is None:
+        n_vocab = get_encoding(cfg.encoding).n_vocab
+        return GPTConfig(block_size=cfg.T, n_vocab=n_vocab, vocab_size=padded(n_vocab), **in_both)
+    # model_constants never contains dropout, so dropout comes from cfg. For edits: a constant that
+    # did not exist when the weights were trained also comes from cfg
+    return make_gpt_config(in_both | existing.model_constants, existing.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -2334,12 +2335,12 @@ def print_sample(run):
             text = sample_text(state.eval_model, run.encoding, cfg, seed=cfg.seed + state.step)
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
-def sample_only(cfg, weights, device):
-    """Print cfg.sample samples from the model with these Weights, computed in float32."""
+def sample_only(cfg, start, device):
+    """Print cfg.sample samples from the model with the weights in `start`, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = build_model(cfg, gpt_config_of_run(cfg, encoding, weights)).to(device)
-    load_weights(model, weights)
-    print0(f"Samples from {weights.source}:")
+    model = build_model(cfg, start.gpt_config).to(device)
+    load_weights(model, start.weights)
+    print0(f"Samples from {start.weights.source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 

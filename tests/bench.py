@@ -248,7 +248,7 @@ def training_run(**constants):
     cfg = t.Config(**dict(data=".", hellaswag_every=0, device=DEVICE) | constants)
     t.check_config(cfg)
     cfg = dataclasses.replace(cfg, B=t.fitting_B(cfg))
-    run = t.set_up(cfg, None, None, t.set_up_device(cfg.device))
+    run = t.set_up(cfg, t.Start(t.gpt_config_of_run(cfg), None, None), t.set_up_device(cfg.device))
     with run.folder.executor:  # its end waits for a save in progress
         yield run
 
@@ -425,7 +425,7 @@ def reference():
     encoding = t.get_encoding(cfg.encoding)
     loader, _ = t.open_data(cfg, encoding)
     with tempfile.TemporaryDirectory() as folder:
-        t.save_hugging_face(t.build_model(cfg, t.gpt_config_of_run(cfg, encoding)), folder)
+        t.save_hugging_face(t.build_model(cfg, t.gpt_config_of_run(cfg)), folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     expected = list(itertools.islice(plain_losses(model, cfg, loader), cfg.max_steps))
     yield f"{cfg.max_steps} steps of 2,048 tokens in float32. The log has six decimals.\n"

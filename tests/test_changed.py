@@ -206,8 +206,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
     weights = t.weights_in_checkpoint(saved, "saved")
-    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights)
-    model = t.build_model(cfg, gpt_config)
+    model = t.build_model(cfg, t.gpt_config_of_run(cfg, weights))
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match="has the state of AdamW, but the code uses SGD"):
@@ -449,7 +448,7 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
     weights = t.Weights("x", {"n_layer": 2}, "bytes", {})
-    assert t.gpt_config_of_run(t.Config(), t.get_encoding("bytes"), weights).n_layer == 2
+    assert t.gpt_config_of_run(t.Config(), weights).n_layer == 2
 
 def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     """A flag that is written differently, but has the same value, does not contradict weights."""
@@ -467,9 +466,8 @@ def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     of_checkpoint = t.Weights("w", known | {"width": 30.0}, "bytes", {})
     for weights in (of_transformers, of_checkpoint):
         monkeypatch.setattr(t, "read_weights", lambda name: weights)
-        cfg, *_ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
-        made = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights)
-        assert cfg.width == made.width == 30.0
+        cfg, start, _ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
+        assert cfg.width == start.gpt_config.width == 30.0
     with pytest.raises(t.UserError, match="width is 30.0 in the weights w: leave out --width"):
         t.resolve_config(flags | {"log_dir": str(tmp_path / "log"), "width": "31"})
 
@@ -704,7 +702,7 @@ def test_averaged_weights_are_validated_saved_and_exported_and_frozen_ones_never
     loss = t.validation_loss(stub_run(average, cfg, ids()), t.open_data(cfg, encoding)[1])
     assert read_log(again.log_dir)[20, "val"] == pytest.approx(loss, abs=2e-6)
     exported = t.gpt_from_hugging_face(str(again.log_dir / "hf")).state_dict()
-    new = t.build_model(cfg, t.gpt_config_of_run(cfg, encoding)).state_dict()
+    new = t.build_model(cfg, t.gpt_config_of_run(cfg)).state_dict()
     for name, weight in saved["eval_model"].items():
         assert torch.equal(exported[name], weight)
         assert torch.equal(saved["state"]["raw_model"][name], weight) == (".wpe." in name), name
@@ -817,8 +815,7 @@ def test_a_new_model_constant_is_passed_on_by_its_name(monkeypatch):
                                         frozen=True)
     monkeypatch.setattr(t, "GPTConfig", gpt_config)
     configs = [config(**TINY, width=5, seed=seed) for seed in (1, 1, 2)]
-    texts = t.get_encoding("bytes")
-    a, b, c = (t.build_model(cfg, t.gpt_config_of_run(cfg, texts)) for cfg in configs)
+    a, b, c = (t.build_model(cfg, t.gpt_config_of_run(cfg)) for cfg in configs)
     assert (a.config.width, a.config.n_layer, a.config.block_size) == (5, 1, 16)
     assert torch.equal(a.lm_head.weight, b.lm_head.weight)
     assert not torch.equal(a.lm_head.weight, c.lm_head.weight)

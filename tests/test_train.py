@@ -60,7 +60,7 @@ def test_the_quick_start_and_then_the_full_run(tmp_path, monkeypatch):
     assert float(bits) == pytest.approx(float(val) / np.log(2), abs=1e-3)  # each token is one byte
     save_shards(tmp_path / "edu_fineweb10B")
     monkeypatch.chdir(tmp_path)
-    cfg, *_, lines = t.resolve_config({"encoding": "bytes"})  # the settings with shards
+    cfg, _, lines = t.resolve_config({"encoding": "bytes"})  # the settings with shards
     assert cfg == t.Config(encoding="bytes") and "settings  Config" in lines
 
 def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch):
@@ -68,15 +68,16 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     monkeypatch.chdir(tmp_path)
     write_text(tmp_path)
     given = {"data": "text.txt", "n_layer": "5", "seed": "7"}
-    cfg, *_, lines = t.resolve_config(given)
+    cfg, _, lines = t.resolve_config(given)
     expected = t.SMALL | {"data": "text.txt", "n_layer": 5, "seed": 7}
     assert cfg == dataclasses.replace(t.Config(), **expected)
     assert all(f"{name}={expected[name]!r}" in lines for name in t.SMALL)
     assert "SMALL" in lines and "Quick start" not in lines
     save_shards(tmp_path / "shards")
-    cfg, *start, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
+    cfg, start, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
     assert cfg == t.Config(data="shards", encoding="bytes", n_layer=5, seed=7)
-    assert start == [None, None]
+    assert start.weights is None and start.checkpoint is None
+    assert start.gpt_config == t.GPTConfig(n_vocab=257, vocab_size=384, n_layer=5)
     assert "Config" in lines and "SMALL" not in lines
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
@@ -92,9 +93,9 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     weights = t.weights_in_checkpoint(content, "weights")
     monkeypatch.setattr(t, "read_weights", lambda name: weights)
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
-    cfg, *start, lines = t.resolve_config(given)
-    assert start == [weights, None]
-    gpt_config = t.gpt_config_of_run(cfg, t.get_encoding("bytes"), weights)
+    cfg, start, lines = t.resolve_config(given)
+    assert start.weights is weights and start.checkpoint is None
+    gpt_config = start.gpt_config
     assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
     assert "FINETUNE" in lines and "weights   weights sets encoding='bytes' (not 'gpt2')" in lines
     assert "T=64 (not 1024), n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
