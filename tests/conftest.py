@@ -394,11 +394,13 @@ class Forked:
 
     def __init__(self, folder=None, *words, env=None, arrange=None, cwd=None, ascii_stdout=False,
                  hide=("transformers", "matplotlib"), **changes):
+        import train_gpt2
         self.log_dir = folder and Path(folder)
         self.path = f"{Forked.outputs}/{next(Forked.numbers)}"
         words = [*flags(folder, **changes), *map(str, words)]
         self.process = FORKS.Process(target=run_forked, args=(
-            self.path, words, env or {}, arrange or {}, cwd or Forked.outputs, ascii_stdout, hide))
+            self.path, words, env or {}, arrange or {}, cwd or Forked.outputs, ascii_stdout, hide,
+            train_gpt2.code_checksum()))
         start_forkserver()
         self.process.start()
         self.pid = self.process.pid
@@ -429,11 +431,12 @@ class Forked:
         os.kill(self.pid, signal.SIGCONT)
         until(lambda: self.ended() or not self.is_stopped())
 
-def run_forked(path, words, env, arrange, cwd, ascii_stdout, hide):
+def run_forked(path, words, env, arrange, cwd, ascii_stdout, hide, checksum):
     """Do in the forked process what `python train_gpt2.py <words>` does."""
     for number, end in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{path}.{end}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     import train_gpt2 as t
+    t.code_checksum = lambda: checksum  # computing it takes as long as ten steps
     if ascii_stdout:
         sys.stdout.reconfigure(encoding="ascii")
     os.environ.update(env)
