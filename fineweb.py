@@ -75,7 +75,7 @@ def summary_of(error):
     line = lines[1] if only_a_heading else lines[0]
     return textwrap.shorten(line.rstrip(".: "), width=160, placeholder=" ...")
 
-def encoding_parts(name):
+def encoding_arguments(name):
     """Return the arguments of tiktoken.Encoding for the encoding called `name`.
 
     To use a tokenizer of your own, add a case here. Raise UserError if the name is unknown.
@@ -96,14 +96,14 @@ def encoding_parts(name):
 def get_encoding(name):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used."""
     try:
-        encoding = tiktoken.Encoding(**encoding_parts(name))
+        encoding = tiktoken.Encoding(**encoding_arguments(name))
     except (OSError, ValueError) as e:  # the download failed or was damaged
         raise UserError(f"The vocabulary of encoding={name} cannot be loaded ({summary_of(e)}): "
                         f"connect to the internet once, set TIKTOKEN_CACHE_DIR to a folder that "
                         f"contains it, or use --encoding=bytes.") from None
     if "<|endoftext|>" not in encoding.special_tokens_set:
         raise UserError(f"encoding={name} lacks the special token <|endoftext|>, which starts each "
-                        f"document: add it in encoding_parts().")
+                        f"document: add it in encoding_arguments().")
     return encoding
 
 # A text that different tokenizers split differently. hugging_face_tokenizer() uses it to check that
@@ -119,7 +119,7 @@ def hugging_face_tokenizer(encoding, context):
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-    parts = encoding_parts(encoding.name)
+    parts = encoding_arguments(encoding.name)
     letters = bytes_to_unicode()  # `tokenizers` represents each byte as one Unicode character
     vocabulary = {"".join(letters[byte] for byte in token): i
                   for token, i in parts["mergeable_ranks"].items()}
@@ -506,7 +506,7 @@ def tokenize_all(batches, nprocs, encoding_name):
             yield jobs.popleft().result()
     finally:
         for worker in workers:
-            worker.stop()  # this also ends the thread that waits for the worker
+            worker.stop()  # in the thread that waits for this worker, recv() fails
         threads.shutdown(cancel_futures=True)
 
 # -------------------------------------------------------------------------------------- shards
@@ -538,11 +538,15 @@ def manifest_settings(cfg, files, shards):
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    n_files = shards[-1].end.file_number + 1 if shards else 0
-    # If the corpus ended before the last shard was full, n_files is len(files) + 1. So if files are
-    # added to the corpus later, the first of them changes the settings, which is reported.
-    for number, (url, size) in enumerate(files[:n_files]):
-        settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    if not shards:
+        return settings
+    # If the corpus ended before the last shard was full, this is the number that the next file
+    # would have. If files are added to the corpus later, the first of them gets this number and
+    # changes the settings, which find_finished() reports.
+    last_number = shards[-1].end.file_number
+    for number, (url, size) in enumerate(files):
+        if number <= last_number:
+            settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
 def read_manifest(path):

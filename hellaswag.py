@@ -130,10 +130,10 @@ def encode_after_space(text, encode):
     """Return the token ids that a text has if it follows another text and a space.
 
     These are not always encode(" " + text), because some tokenizers add a start token or another
-    space at the beginning of every text. So encode "a " + text, and leave out the tokens of "a".
-    The first token that is left contains the space.
+    space at the beginning of every text.
     """
-    return encode(f"a {text}")[len(encode("a")):]
+    tokens = encode("a" + " " + text)
+    return tokens[len(encode("a")):]  # leave out the "a", but not the space
 
 def collate(rows):
     """Pad R rows with 0 to the length N of the longest one.

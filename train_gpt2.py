@@ -66,8 +66,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402
 
 # fineweb.py tokenizes FineWeb-Edu. It also contains the helpers that all three scripts share
 from fineweb import (  # noqa: E402
-    UserError, encoding_parts, get_encoding, hugging_face_tokenizer, lock_folder, make_config,
-    parse_flags, remove_unfinished, summary_of, token_dtype, write_whole)
+    UserError, encoding_arguments, get_encoding, hugging_face_tokenizer, lock_folder,
+    make_config, parse_flags, remove_unfinished, summary_of, token_dtype, write_whole)
 
 # ---- Constants. --help prints the comment at the end of each line
 @dataclass(frozen=True)
@@ -142,10 +142,11 @@ FINETUNE = dict(
 
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
-# the other layers. But a layer does not know its full name while it is being built. Therefore the
-# weights are drawn in two steps. draw_later() records the std of a layer's weight as init_std.
-# When GPT.__init__ has built all layers, init_weights() draws each weight that has an init_std
-PLACEHOLDER = 2.0**17  # the value of all elements of a weight until init_weights() draws them
+# the other layers. But a layer does not know its full name while it is being built. Therefore
+# draw_later() only records the std of a layer's weight as init_std. When GPT.__init__ has built all
+# layers, init_weights() draws each weight that has an init_std. Until then, all elements of such a
+# weight are equal to PLACEHOLDER
+PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
@@ -153,8 +154,9 @@ def draw_later(layer, std=0.02):
     Its bias is set to 0.
     """
     layer.weight.init_std = std
-    # For edits: PLACEHOLDER is so large that check_parameters() notices, before the first step, if
-    # an edit multiplies or copies a weight that has not been drawn yet
+    # For edits: if an edit multiplies or copies a weight that has not been drawn yet, the result
+    # is never drawn. PLACEHOLDER is so large that check_parameters() in part two finds and reports
+    # such a weight before the first step
     nn.init.constant_(layer.weight, PLACEHOLDER)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
@@ -220,7 +222,9 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        self.dropout = nn.Dropout(config.dropout)  # forward() does not call it, but reads its p
+        # forward() only reads its p. For edits: a module, like the other dropouts in the model, so
+        # that setting p of all nn.Dropout modules during training changes this one too
+        self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
         B, T, C = x.shape
@@ -590,9 +594,9 @@ class State:
     the first step.
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
-    __post_init__(self) to this class. In a new run, it is called after pretrained weights (see
-    init_from) have been loaded. In a resumed run, it is called before the weights and the
-    attributes are restored from the checkpoint.
+    __post_init__(self) to this class. When a State is created, raw_model already has its initial
+    weights, or those of init_from. If the run is resumed, the weights and all attributes are then
+    restored from the checkpoint, so what __post_init__() has set is replaced.
 
     raw_model is the GPT without the DDP wrapper. raw_model.compile() compiles it in place, so
     raw_model(idx) then runs the compiled code.
@@ -678,18 +682,18 @@ def read_step(run):
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
 
 def train_step(run):
-    """Take one optimizer step. Return the loss and the norm of the gradient.
+    """Take one optimizer step. Return this process's part of the loss, and the gradient's norm.
 
-    With several processes, each returns its part of the loss, and the sum of these is the loss of
-    the step. The norm is measured before clipping, and is the same in all processes. Both values
-    are tensors on the device, so that train() waits for the GPU only once per step. (In float16,
-    this function also waits, since GradScaler has to know whether a gradient overflowed.)
+    The loss of the step is the sum of these parts over all processes. The norm is measured before
+    clipping, and is the same in all processes. Both values are tensors on the device, so that
+    train() waits for the GPU only once per step. (In float16, this function also waits, since
+    GradScaler has to know whether a gradient overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
     # The number of targets in all processes. For edits: read_step() may set some to -100
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
-    step_loss = torch.zeros((), device=run.device)
+    loss_of_rank = torch.zeros((), device=run.device)
     ddp_model.train()
     for i, (row, x, y) in enumerate(batches):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
@@ -709,7 +713,7 @@ def train_step(run):
             # Gradients of micro-batches are added up, but DDP takes the mean over the processes,
             # not their sum. So multiply by world_size()
             state.scaler.scale(part * world_size()).backward()
-        step_loss = step_loss + part.detach()
+        loss_of_rank = loss_of_rank + part.detach()
         state.tokens += x.numel() * world_size()
     ddp_model.eval()
     for optimizer in state.optimizers:
@@ -721,7 +725,7 @@ def train_step(run):
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
     state.step += 1
-    return step_loss, norm
+    return loss_of_rank, norm
 
 def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
@@ -762,8 +766,8 @@ def train(run):
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails.
             # (Checkpoints at multiples of keep_every are never deleted)
-            check_same_weights(run)
-            run.folder.save_if_needed(state)
+            check_ranks_have_same_weights(run)
+            run.folder.save(state)
         if due(cfg.eval_every, run):
             validate(run)
         if due(cfg.hellaswag_every, run) and run.hellaswag_data:
@@ -776,12 +780,12 @@ def train(run):
         if step >= cfg.max_steps:
             break
         start = time.perf_counter()
-        loss, norm = train_step(run)
+        loss_of_rank, norm = train_step(run)
         # Each list has one value per process. The CPU waits for the GPU here
-        losses, norms, signals = gather_from_ranks(loss, norm, run.signal_came.is_set())
+        losses, norms, signals = gather_from_ranks(loss_of_rank, norm, run.signal_came.is_set())
         record_duration(run, time.perf_counter() - start)
         # train_step() has incremented state.step, so `step` is the step that was just taken
-        check_step(run, step, losses, norms)
+        check_step(run, step, loss=sum(losses), norms=norms)
         report_step(run, step, loss=sum(losses), norm=norms[0])  # norms are equal
         stopped = any(signals)
     finish(run, stopped)
@@ -838,11 +842,13 @@ class Weights:
 class Start:
     """What a command starts from.
 
-        command                       weights                checkpoint
-        new run, init_from=scratch    None                   None
-        new run, init_from=gpt2       those of gpt2          None
-        resumed run                   None                   the newest in log_dir
-        --sample                      those to sample from   None
+        command                           gpt_config from    weights         checkpoint
+        new run, init_from=scratch        Config             None            None
+        new run, init_from=gpt2           gpt2               gpt2            None
+        resumed run, init_from=scratch    Config             None            newest in log_dir
+        resumed run, init_from=gpt2       the checkpoint     None            newest in log_dir
+        --sample, init_from=scratch       the weights        in log_dir      None
+        --sample, init_from=gpt2          gpt2               gpt2            None
     """
     gpt_config: GPTConfig     # of the model that the command builds
     weights: Weights | None   # to load into the model
@@ -913,20 +919,21 @@ def resolve_config(flags, device=torch.device("cpu")):
     chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, chosen)
     weights, checkpoint = read_start(cfg, device)
-    existing = weights  # the weights that determine the model, or None
+    # The model gets the constants of these weights. (If this is None, it gets those in cfg)
+    model_of = weights
     if checkpoint and cfg.init_from != "scratch":
-        existing = weights_in_checkpoint(checkpoint, cfg.log_dir)
+        model_of = weights_in_checkpoint(checkpoint, cfg.log_dir)
     weights_line = ""
-    if existing:
-        check_flags_against_weights(flags, cfg, existing)
-        suggested = values_for_fine_tuning(existing) if preset_name == "FINETUNE" else {}
-        adapted = make_config(Config, suggested | chosen | constants_of_model(existing))
-        weights_line = "\n" + describe_weights(existing.source, before=cfg, after=adapted)
+    if model_of:
+        check_flags_against_weights(flags, cfg, model_of)
+        suggested = values_for_fine_tuning(model_of) if preset_name == "FINETUNE" else {}
+        adapted = make_config(Config, suggested | chosen | constants_of_model(model_of))
+        weights_line = "\n" + describe_weights(model_of.source, before=cfg, after=adapted)
         cfg = adapted
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    start = Start(gpt_config_of_run(cfg, existing), weights, checkpoint)
+    start = Start(gpt_config_of_run(cfg, model_of), weights, checkpoint)
     return cfg, start, f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
 
 def choose_data(flags):
@@ -1520,20 +1527,20 @@ def weights_in_checkpoint(checkpoint, source):
     return Weights(source, model_constants, checkpoint["encoding"], checkpoint["eval_model"],
                    checkpoint.get("code"))
 
-def gpt_config_of_run(cfg, existing=None):
+def gpt_config_of_run(cfg, model_of=None):
     """Return the GPTConfig of the model that a command builds.
 
-    existing: the Weights that determine the model. If it is None, cfg determines it.
+    model_of: the Weights that determine the model. If it is None, cfg determines it.
     """
     # The constants that both classes have: n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
-    if existing is None:
+    if model_of is None:
         n_vocab = get_encoding(cfg.encoding).n_vocab
         return GPTConfig(block_size=cfg.T, n_vocab=n_vocab, vocab_size=padded(n_vocab), **in_both)
     # model_constants never contains dropout, so dropout comes from cfg. For edits: a constant that
     # did not exist when the weights were trained also comes from cfg
-    return make_gpt_config(in_both | existing.model_constants, existing.source)
+    return make_gpt_config(in_both | model_of.model_constants, model_of.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1674,12 +1681,15 @@ def restore_state(state, saved):
 def check_restorable(state, saved):
     """Raise ValueError if an attribute of State cannot be restored from `saved`.
 
-    For edits: two edits of State, made after the checkpoint was written, cannot work:
+    For edits: in two cases, restoring would go wrong without notice:
 
-    - A tensor or an object was added. The checkpoint has no value for it. For example, an average
-      of the weights would start from the initial weights, and not from the restored ones.
-    - An object was removed. The checkpoint has a dict for it, the result of its state_dict(), and
-      this dict would become the attribute.
+    - A tensor or an object was added to State after the checkpoint was written. The checkpoint has
+      no value for it. For example, an average of the weights would start from the initial weights,
+      and not from the restored ones.
+    - The checkpoint has a dict for an attribute that is neither an object nor a dict. Perhaps an
+      object was removed from State. The dict is the result of its state_dict(), and would become
+      the attribute. (So a dict must be an attribute of State from the start. train_step() can
+      create other attributes, but not a dict.)
     """
     for name, value in vars(state).items():
         if name not in saved and (is_stateful(value) or has_tensors(value)):
@@ -1760,6 +1770,9 @@ def load_optimizer(optimizer, saved):
         initial_now, initial_then = group.get("initial", {}), saved_group.get("initial", {})
         edited = {name: copy.deepcopy(value) for name, value in initial_now.items()
                   if name in initial_then and was_edited(initial_then[name], value)}
+        # Values of saved_group replace those of `group`, edited ones replace them again, and
+        # hyperparameters that the checkpoint lacks keep the values of the code. (In a saved group,
+        # "params" are numbers, as load_state_dict() expects)
         groups.append(group | moved(saved_group, device) | edited | {"initial": initial_now})
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
@@ -1773,7 +1786,7 @@ def code_checksum():
     """Return a CRC-32 of the code that a run depends on, without comments.
 
     It covers three parts: this file without Config, SMALL and FINETUNE, whose values are compared
-    one by one (see check_same_training); encoding_parts() in fineweb.py, which determines the
+    one by one (see check_same_training); encoding_arguments() in fineweb.py, which determines the
     tokens of a text; and any module of your own that this file imports from its folder.
     """
     path = Path(__file__)
@@ -1787,7 +1800,7 @@ def code_checksum():
             name = ast.unparse(node.targets[0])
         if name in ("Config", "SMALL", "FINETUNE"):  # blank out its lines
             lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    lines += inspect.getsource(encoding_parts).splitlines()
+    lines += inspect.getsource(encoding_arguments).splitlines()
     for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
         lines += module.read_text(encoding="utf-8").splitlines()
     lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
@@ -1830,9 +1843,9 @@ def check_same_training(checkpoint, cfg, fingerprint):
     The data and all constants must be the same, except that max_steps may grow, and the constants
     in FREE_TO_CHANGE may differ.
 
-    If this command does not train any further, because the run already has max_steps steps, the
-    code must be the same too: train() evaluates the run again, and the new result replaces the old
-    one. (If edited code continues to train a run, warnings_about() says so.)
+    Edited code may continue the training. (warnings_about() then adds a warning to the result.) But
+    if the run has already taken max_steps steps, the code must be the same: the command would only
+    evaluate the run again, and replace its result with one that this code did not train.
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
@@ -1922,12 +1935,12 @@ class RunFolder:
         if rank() == 0:
             write_whole(self.path / "run.json", lambda file: file.write(text.encode()))
 
-    def save_if_needed(self, state):
-        """Save `state` in the background, unless this step need not be saved.
+    def save(self, state):
+        """Save `state` in the background.
 
-        This is the case if the newest checkpoint is of this step, and at step 0 of a run from
-        scratch, since the seed determines the initial weights. Training waits only for the previous
-        save and for the copy to host memory.
+        Training waits only for the previous save and for the copy to host memory. Nothing is saved
+        if this step has a checkpoint already, nor at step 0 of a run from scratch, since the seed
+        determines the initial weights.
         """
         if rank() != 0:
             return
@@ -2173,15 +2186,15 @@ def record_duration(run, seconds):
         run.state.minutes += seconds / 60
     run.step_seconds.append(seconds)
 
-def check_step(run, step, losses, norms):
+def check_step(run, step, loss, norms):
     """If processes disagree or the model has diverged, write this to run.json and raise UserError.
 
-    losses, norms: those of a step, one value per process.
+    norms: the norm of the gradient in each process.
     """
     fail_if(problem_with_norms(step, norms), run)
-    fail_if(problem_with_loss(run, step, sum(losses), norms[0]), run)
+    fail_if(problem_with_loss(run, step, loss, norms[0]), run)
 
-def check_same_weights(run):
+def check_ranks_have_same_weights(run):
     """If processes have different weights, write this to run.json and raise UserError."""
     fail_if(problem_with_weights(run.state.raw_model), run)
 
@@ -2379,8 +2392,8 @@ def finish(run, stopped):
 
 def save_last_step(run):
     """Make sure that the run can be resumed from the current step. Raise UserError if it cannot."""
-    check_same_weights(run)
-    run.folder.save_if_needed(run.state)
+    check_ranks_have_same_weights(run)
+    run.folder.save(run.state)
     error = run.folder.wait_for_save()
     if error:
         raise UserError(f"Step {run.state.step} is not saved ({error}): free some space, and "
@@ -2433,7 +2446,7 @@ def export(run):
         checkpoint_path = newest_or_best_checkpoint(path)
         if checkpoint_path:
             checkpoint = read_checkpoint(checkpoint_path)
-        else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.save_if_needed)
+        else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.save)
             checkpoint = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(checkpoint, str(checkpoint_path or "the model"))
         model = build_model(run.cfg, run.state.raw_model.config)

@@ -593,7 +593,7 @@ def save_side(**constants):
         block, found = os.urandom(2**20), []
         for _ in range(5):
             run.state.step += 1
-            stall = seconds_of(run.folder.save_if_needed, run.state)
+            stall = seconds_of(run.folder.save, run.state)
             whole = stall + seconds_of(run.folder.wait_for_save)
             size = t.newest_checkpoint(run.folder.path).stat().st_size
             blocks = [block] * (size // len(block))

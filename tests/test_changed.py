@@ -232,7 +232,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
 def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
     """The checksum covers the code and the modules beside it, but not comments or constants.
 
-    It also covers encoding_parts().
+    It also covers encoding_arguments().
     """
     source, path = (ROOT / "train_gpt2.py").read_text(), tmp_path / "train_gpt2.py"
 
@@ -260,7 +260,7 @@ def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
     (tmp_path / "tiger.py").write_text("import lion\nx = 1\n")  # lion.py imports it
     assert checksum(source + "from lion import Lion\n") != with_lion
     assert checksum(source) == same
-    monkeypatch.setattr(t, "encoding_parts", t.get_encoding)  # it decides the ids of a text
+    monkeypatch.setattr(t, "encoding_arguments", t.get_encoding)  # it decides the ids of a text
     assert checksum(source) != same
 
 def test_a_constant_that_an_old_run_lacks_counts_as_its_default(finished):

@@ -184,8 +184,8 @@ def test_an_encoding_with_more_than_65536_ids_is_stored_as_uint32(tmp_path, make
 def test_an_encoding_is_built_once_and_needs_an_end_of_text(monkeypatch):
     """get_encoding() caches, because HellaSwag calls it 60,000 times."""
     assert fineweb.get_encoding("bytes") is BYTES
-    parts = fineweb.encoding_parts("bytes") | {"special_tokens": {"<|end|>": 256}}
-    monkeypatch.setattr(fineweb, "encoding_parts", lambda name: parts)
+    parts = fineweb.encoding_arguments("bytes") | {"special_tokens": {"<|end|>": 256}}
+    monkeypatch.setattr(fineweb, "encoding_arguments", lambda name: parts)
     with refused(r"encoding=mine lacks the special token <\|endoftext\|>"):
         fineweb.get_encoding("mine")
 

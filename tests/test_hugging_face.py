@@ -83,7 +83,7 @@ def test_weights_in_the_format_of_the_hub_are_loaded(tmp_path):
 def encoding(request):
     """Return each of these encodings, or skip the test if one is not available offline."""
     try:
-        t.encoding_parts(request.param)  # the export also needs these files
+        t.encoding_arguments(request.param)  # the export also needs these files
         return t.get_encoding(request.param)
     except (OSError, ValueError, t.UserError) as e:
         pytest.skip(f"the encoding {request.param} is not available ({type(e).__name__})")

@@ -156,9 +156,9 @@ def test_processes_agree_on_a_step(monkeypatch):
     run = step_399(monkeypatch, (3.5, 0.7500001, 1.0), (6.0, 0.75, 0.0))
     losses, norms, signals = t.gather_from_ranks(*mine, signal_came=False)
     assert losses == [2.5, 3.5, 6.0] and signals == [0, 1, 0]
-    t.check_step(run, 399, losses, norms)
+    t.check_step(run, 399, sum(losses), norms)
     with pytest.raises(t.UserError, match="step 399 .*0.75 .*0.7501.* different models"):
-        t.check_step(run, 399, losses, [0.75, 0.7501, 0.75])
+        t.check_step(run, 399, sum(losses), [0.75, 0.7501, 0.75])
     assert "different models" in run.folder.write_run.call_args.args[0]["failed"]
 
 @pytest.mark.parametrize("loss, norm, float16, ends", [
@@ -176,7 +176,7 @@ def test_a_run_that_no_longer_learns_is_ended(monkeypatch, loss, norm, float16, 
     suspects = ["--max_lr", "vocabulary", "zeros", "float16", "edit", "CUDNN", "--init_from=log/"]
     said = f"Step 399 has loss {loss:g} and .* norm {norm:g}.*" + ".*".join(suspects)
     with pytest.raises(t.UserError, match=said) if ends else contextlib.nullcontext():
-        t.check_step(run, 399, [loss], [norm])
+        t.check_step(run, 399, loss, [norm])
     assert bool(run.folder.write_run.call_args_list) == ends  # it writes {"failed": ...}
 
 def test_the_first_lines_show_epochs_and_optimizer_groups():

@@ -244,7 +244,7 @@ def test_the_order_of_saving_evaluating_and_stepping(monkeypatch):
     cfg = t.Config(max_steps=3, save_every=2, keep_every=0, eval_every=2, hellaswag_every=3,
                    sample_every=2)
     run = MagicMock(cfg=cfg, state=state)
-    run.folder.save_if_needed = lambda _: seen.append("save")
+    run.folder.save = lambda _: seen.append("save")
     run.folder.plot_in_background = lambda: seen.append("plot")
 
     def train_step(run):
