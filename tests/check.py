@@ -996,6 +996,8 @@ def main():
     # The processes of the runs inherit these
     os.environ["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", "1")
     os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+    # Looking for GPUs usually initializes CUDA, and then no forked process could use it
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     FORKED.set_forkserver_preload(PRELOAD)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, end_by_signal)

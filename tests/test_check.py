@@ -146,7 +146,8 @@ def test_an_error_of_the_script_is_shown(monkeypatch):
     """A constant that the script refuses ends the check with the script's own line."""
     monkeypatch.setattr("sys.argv", ["check.py", "--n_embd=30", "--n_head=4", "--device=cpu"])
     monkeypatch.setattr(check.signal, "signal", mock.Mock())
-    for name in ("OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE"):  # main() sets them
+    for name in ("OMP_NUM_THREADS", "PYTHONDONTWRITEBYTECODE",  # main() sets them
+                 "PYTORCH_NVML_BASED_CUDA_CHECK"):
         monkeypatch.setenv(name, "1")
     with pytest.raises(SystemExit, match="train_gpt2.py: n_embd=30"):
         check.main()
