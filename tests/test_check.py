@@ -1024,6 +1024,16 @@ def test_two_metrics_with_the_same_values_are_noted():
     note, = check.notes_about_equal_metrics(log)
     assert note.startswith("val and new are the same digit for digit in 2 steps.")
 
+def test_a_metric_that_is_measured_after_clipping_is_noted():
+    """It equals grad_clip in the steps whose gradient is clipped, and not in the others."""
+    log = {(0, "norm"): "2.0", (1, "norm"): "0.5", (2, "norm"): "3.0", (0, "mine"): "0.999999",
+           (1, "mine"): "0.5", (2, "mine"): "1.0", (0, "before"): "2.0", (2, "before"): "1.0",
+           (0, "nan"): "nan"}
+    note, = check.notes_about_clipped_metrics(log, 1.0)
+    assert note.startswith("mine is 1, as grad_clip, in all 2 steps in which")
+    assert check.notes_about_clipped_metrics(log, 0.0) == []
+    assert check.notes_about_clipped_metrics(log, 2.5) == []  # one step is not enough
+
 def test_validation_sets_are_those_that_are_read():
     """An edited validation_loss() may return what it has kept, without reading the given loader."""
     class Loader:
