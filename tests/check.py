@@ -352,12 +352,13 @@ def first_difference(one, other, allowed=None):
         return Difference(step, metric, (a, b), limit)
     return None
 
-def tolerances(log, nudged, floor):
+def tolerances(log, nudged, floor, selects=False):
     """Return {step: how far apart rounding may drive the losses of two runs}.
 
     Small differences grow from step to step, at a rate that depends on the model, so this rate is
     measured. nudged: the log of the same run with initial weights that were changed by a few units
-    of rounding. floor: the smallest tolerance, relative to the loss.
+    of rounding. floor: the smallest tolerance, relative to the loss. selects: whether the model
+    selects experts or tokens. Rounding changes few selections, but then the loss jumps.
     """
     allowed, largest = {}, 0.0
     for key, value in sorted(losses_of(log).items()):
@@ -365,7 +366,8 @@ def tolerances(log, nudged, floor):
         gap = abs(loss - float(nudged.get(key, value)))
         if math.isfinite(gap):
             largest = max(largest, gap)
-        allowed[step] = max(floor * max(5.0, abs(loss)), 10 * largest, allowed.get(step, 0.0))
+        smallest = floor * max(5.0, abs(loss)) * (50 if selects and step > 0 else 1)
+        allowed[step] = max(smallest, 10 * largest, allowed.get(step, 0.0))
     return allowed
 
 # ---- Comparing checkpoints
@@ -548,7 +550,8 @@ class Check:
 
     def allowed(self):
         """Return the differences that rounding explains, as {step: difference}."""
-        return tolerances(self.result("half").log, self.result("nudged").log, self.plan.floor)
+        return tolerances(self.result("half").log, self.result("nudged").log, self.plan.floor,
+                          selects=bool(self.base.report["selections"]))
 
     def hint(self, *runs):
         """Name what changed during training and is not saved, which is the likely reason."""

@@ -5,6 +5,7 @@ model. It writes its findings, including the notes, to report.json.
 """
 import ast
 import contextlib
+import copy
 import functools
 import inspect
 import itertools
@@ -25,6 +26,7 @@ import zlib
 from collections import Counter, defaultdict, deque
 from dataclasses import asdict, fields, replace
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -1406,7 +1408,68 @@ def notes_in_training_mode(model, x, y, leaks):
     """
     with torch.enable_grad():
         return (noted(notes_about_dimensions, model, x, y) + noted(notes_about_loss, model, x, y)
-                + ([] if leaks else noted(notes_about_targets, model, x, y)))
+                + ([] if leaks else noted(notes_about_targets, model, x, y))
+                + noted(notes_about_derivatives, model, x, y))
+
+def notes_about_derivatives(model, x, y):
+    """Return a note if the gradient of the training loss is not its derivative.
+
+    For example, a detach() may hide an influence from the gradient. Each parameter (all at once in
+    a large model) is moved a little along its gradient, and the change of the loss is measured. A
+    copy of the model computes this in float64.
+    """
+    model = copy.deepcopy(model).double()
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    one_by_one = sum(p.numel() for _, p in named) < 5_000_000
+    groups = [[pair] for pair in named] if one_by_one else [named]
+    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # GPT.forward() calls it
+        def loss():
+            torch.manual_seed(0)  # the same dropout masks each time
+            with buffers_restored(model):
+                return model(x, y)[1]
+        model.zero_grad()
+        start = loss()
+        start.backward()
+        with torch.no_grad():
+            if loss() != start:  # it depends on something else, such as a counter
+                return []
+            factors = {group[0][0]: factor_of_derivative([p for _, p in group], loss)
+                       for group in groups}
+    wrong = {name: factor for name, factor in factors.items() if factor is not None}
+    if not wrong:
+        return []
+    name = max(wrong, key=lambda name: abs(wrong[name] - 1))
+    where = f"{name} (one of {len(wrong)}, of {len(factors)})" if one_by_one else "the model"
+    return [f"the gradient is not the derivative of the training loss: if {where} moves along its "
+            f"gradient, the loss changes {wrong[name]:.3g} times as fast as the gradient says. "
+            "Usual reasons are detach(), .data, no_grad() or item() in forward(), and a wrong "
+            "backward(). If this is meant (for example a straight-through estimator or a stopped "
+            "gradient), it is as it should be."]
+
+def factor_of_derivative(parameters, loss):
+    """Return how fast the loss changes along the gradient, divided by what the gradient says.
+
+    Return None if the factor is about 1 or cannot be measured.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    norm = sum(p.grad.square().sum() for p in parameters) ** 0.5
+    size = sum(p.square().sum() for p in parameters) ** 0.5
+    if not norm > 1e-6:
+        return None
+
+    def change(step):
+        """Return the change of the loss per unit, divided by the norm of the gradient."""
+        values = []
+        for sign in (1, -2, 1):  # forwards, backwards, and to the beginning
+            for p in parameters:
+                p.add_(p.grad, alpha=sign * step / norm)
+            values.append(loss())
+        return ((values[0] - values[1]) / (2 * step * norm)).item()
+    step = 1e-5 * (size if size > 0 else 1.0)
+    factor, other = change(step), change(10 * step)
+    # If the two differ, rounding or a jump of the loss matters, for example a different top-k
+    steady = abs(factor - other) < 0.1 * abs(factor - 1)
+    return factor if abs(factor - 1) > 0.02 and steady else None
 
 class WatchDimensions(torch.overrides.TorchFunctionMode):
     """Records operations that normalize over a dimension other than the last one.
@@ -1463,6 +1526,30 @@ def notes_about_causal_mask(q, k, is_causal):
     return [f"scaled_dot_product_attention() gets is_causal=True with {q.size(-2)} queries and "
             f"{k.size(-2)} keys. Query i then attends to the first i + 1 keys, so keys that are "
             "added in front hide the token itself. Give attn_mask instead."]
+
+class WatchSelections(torch.overrides.TorchFunctionMode):
+    """Records in `used` which functions an edit calls that select some of several values."""
+    NAMES = {"topk", "kthvalue", "sort", "argsort", "argmax", "argmin"}
+
+    def __init__(self):
+        super().__init__()
+        self.used = set()
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if (name in self.NAMES and args and torch.is_tensor(args[0]) and args[0].is_floating_point()
+                and places_in_scripts("".join(traceback.format_stack()))):
+            self.used.add(name)
+        return func(*args, **kwargs or {})
+
+def selections(model, x, y):
+    """Return the names of functions in the training loss that select some of several values.
+
+    Because of rounding, topk(), for example, may select another expert. x, y: (B, T).
+    """
+    with WatchSelections() as watch, buffers_restored(model):
+        model(x, y)
+    return sorted(watch.used)
 
 def notes_about_dimensions(model, x, y):
     """Return notes on softmax() and so on over unusual dimensions, on attention and on targets."""
@@ -1582,7 +1669,7 @@ def examine(run, tolerance):
     length_problem(), "notes": texts, "val_data": see validation_data(), "cross_entropy": loss,
     "later_in_training": as "later", in training mode, "modes": how far the logits in training mode
     are from those in eval mode, "training_term": loss in training mode minus the cross-entropy of
-    the logits, or None}
+    the logits, or None, "selections": see selections()}
 
     An edited generate() or forward() may raise anything, so errors become texts.
     """
@@ -1618,6 +1705,7 @@ def examine(run, tolerance):
         report["training_term"] = term_of_loss(raw_model, x, y)
     except Exception:
         report["training_term"] = None
+    report["selections"] = noted(selections, raw_model, x, y)
     leaks = any(isinstance(report[name], list) for name in ("later", "later_in_training"))
     report["notes"] += drawn + notes_in_training_mode(raw_model, x, y, leaks)
     raw_model.eval()

@@ -200,6 +200,11 @@ def test_what_rounding_explains_grows_with_the_steps():
     nudged = log | {(1, "train"): "4.001", (2, "norm"): "9.0"}
     assert check.tolerances(log, nudged, 2e-6) == pytest.approx({0: 1e-5, 1: 1e-2, 2: 1e-2})
     assert check.tolerances(log, nudged, 2e-4)[0] == pytest.approx(1e-3)
+    # Selected experts may change because of rounding, but not in the first step
+    selects = check.tolerances(log, nudged, 2e-5, selects=True)
+    assert selects == pytest.approx({0: 1e-4, 1: 1e-2, 2: 1e-2})
+    selects = check.tolerances(log, log, 2e-5, selects=True)
+    assert selects == pytest.approx({0: 1e-4, 1: 5e-3, 2: 5e-3})
 
 def test_checkpoints_are_compared_by_all_their_tensors(tmp_path):
     """The first tensor that differs is named, also in nested lists and dictionaries. Values that
@@ -291,7 +296,7 @@ def finished(log, path, tensors, **report):
         "draws_without_grad": False, "seeds": False, "embedded": 512, "state_differs": [],
         "in_both": BOTH, "val_data": [[16], [1]],
         "initial": {"w": [[2], 7, [1.0, 2.0], 1]}, "first_update": {"w": 1.0},
-        "attributes": ["step"],
+        "attributes": ["step"], "selections": [],
         "trained": {"w": zlib.crc32(str(log).encode())},
         "B_is_free": True, "eval_every_is_free": True, "constants": {"B": 4}} | report)
 
@@ -1090,6 +1095,38 @@ def test_a_training_loss_that_is_mostly_other_terms_is_noted():
         return logits, torch.nn.functional.cross_entropy(logits.transpose(1, 2), y) * factor
     for factor, n in ((1.0, 0), (1.2, 0), (9.0, 1), (0.1, 1)):
         assert len(check_run.notes_about_loss(model, x, x)) == n
+
+class BlockOfTwo(train_gpt2.Block):
+    def forward(self, x):
+        return x * (x.topk(2).values[..., 1:] < 0)
+
+def test_selections_by_topk_are_found():
+    """An edit calls topk(), but argmax() is called here and not in the script."""
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(
+        block_size=16, n_vocab=9, vocab_size=128, n_layer=1, n_head=2, n_embd=16))
+    x = torch.randint(9, (2, 16))
+    assert check_run.selections(model, x, x) == []
+    model.transformer.h[0].__class__ = BlockOfTwo
+    with mock.patch.object(check_run, "places_in_scripts", lambda text: ["a place"]):
+        assert check_run.selections(model, x, x) == ["topk"]
+
+class BlockOfDetached(train_gpt2.Block):
+    def forward(self, x):
+        return x + self.mlp(self.ln_2(x.detach()))
+
+def test_a_gradient_that_is_not_the_derivative_of_the_loss_is_noted():
+    """A detach() hides an influence from the gradient. Dropout and a frozen layer do not."""
+    model = train_gpt2.GPT(train_gpt2.GPTConfig(
+        block_size=16, n_vocab=9, vocab_size=128, n_layer=2, n_head=2, n_embd=16, dropout=0.2))
+    model.train().transformer.wpe.weight.requires_grad = False
+    x, y = torch.randint(9, (2, 2, 16))
+    for p in model.parameters():
+        p.data.mul_(10)  # so that the blocks have an influence
+    assert check_run.notes_about_derivatives(model, x, y) == []
+    assert all(p.dtype == torch.float32 and p.grad is None for p in model.parameters())
+    model.transformer.h[1].__class__ = BlockOfDetached
+    note, = check_run.notes_about_derivatives(model, x, y)
+    assert "the gradient is not the derivative" in note and " (one of " in note
 
 @torch.no_grad()
 def test_tokens_just_before_that_have_no_influence_are_noted():
