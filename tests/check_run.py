@@ -107,7 +107,7 @@ def train_and_report(t, train, run, job):
     if job.get("stop"):
         report["notes"] = (
             notes_about_schedules(t, run.cfg) + noted(notes_about_longer_runs, t, run.cfg)
-            + noted(notes_about_epochs, t, run)
+            + noted(notes_about_epochs, t, run) + noted(notes_about_rows, run.train_loader)
             + noted(notes_about_muon, run.state) + noted(notes_about_code, inspect.getsource(t))
             + noted(notes_about_constants, t))
     else:
@@ -329,6 +329,7 @@ class Watched:
             *noted(notes_about_second_weights, state),
             *noted(notes_about_attributes, model, report["changed"]),
             *noted(notes_about_decay, state),
+            *noted(notes_about_gains, state, report["initial"]),
             *noted(notes_about_learning_rates, state),
             *noted(notes_about_groups, state.optimizers),
             *noted(notes_about_copies, state),
@@ -617,6 +618,18 @@ def notes_about_epochs(t, run):
         return []
     return ["epochs 0 and 1 read the training data in the same order, although `shuffle` is True. "
             "Derive the seed of the order from the epoch, too."]
+
+def notes_about_rows(loader):
+    """Return a note if an epoch does not read each row once. Look at two epochs."""
+    n = min(20_000, loader.rows_per_epoch)
+    for epoch in (0, 1):
+        first = epoch * loader.rows_per_epoch
+        n_different = len({loader.locate(row) for row in range(first, first + n)})
+        if n_different < 0.99 * n:
+            return [f"the first {n:,} rows of epoch {epoch} are only {n_different:,} different "
+                    "places in the training data, so some data is read several times, and some "
+                    "not at all."]
+    return []
 
 def notes_about_muon(state):
     """Return a note on matrices c_attn that Muon does not split into query, key and value."""
@@ -926,6 +939,27 @@ def notes_about_decay(state):
     return [f"{len(names)} parameters with fewer than two dimensions are in a group with weight "
             f"decay, for example {', '.join(names[:4])}. Usually, biases and the gains of norms "
             "have none."]
+
+def notes_about_gains(state, initial):
+    """Return a note on gains with two dimensions that are treated as weight matrices.
+
+    initial: {name: (shape, checksum, some values, ...)} of initial weights.
+    """
+    treated = {}  # {id of a parameter: what happens to it}
+    for optimizer in state.optimizers:
+        for group in optimizer.param_groups:
+            is_muon = type(optimizer).__name__ == "Muon"
+            what = "is orthogonalized by Muon" if is_muon else "has weight decay"
+            if is_muon or group.get("weight_decay"):
+                treated |= {id(p): what for p in group["params"]}
+    for name, p in state.raw_model.named_parameters():
+        values = initial[name][2] if name in initial else []
+        if id(p) in treated and p.dim() >= 2 and len(values) == 1 and values[0] != 0:
+            return [f"{name}, {tuple(p.shape)}, {treated[id(p)]}, like a weight matrix, although "
+                    f"all of its elements were {values[0]:g} before the first step, as those of a "
+                    "gain. configure_optimizers() treats all parameters with two dimensions as "
+                    "matrices. Give a gain one dimension, or treat it there like those of norms."]
+    return []
 
 def notes_about_learning_rates(state):
     """Return a note if only some optimizers give the blocks several learning rates."""

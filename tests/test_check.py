@@ -786,6 +786,20 @@ def test_biases_and_gains_with_weight_decay_are_noted():
     model.bias.requires_grad_(False)
     assert check_run.notes_about_decay(state) == []
 
+@pytest.mark.parametrize("value, decay, muon, words", [
+    (1.0, 0.1, False, "has weight decay"), (1.0, 0.0, False, ""), (0.0, 0.1, False, ""),
+    (1.0, 0.0, True, "is orthogonalized by Muon")])
+def test_gains_that_are_treated_as_matrices_are_noted(value, decay, muon, words):
+    """A matrix that is 0 at first, as in LoRA, is not a gain."""
+    model = torch.nn.Linear(2, 3)
+    named = [("weight", model.weight)]
+    optimizer = train_gpt2.Muon(named, lr=0.1) if muon else torch.optim.AdamW(
+        [model.weight], weight_decay=decay)
+    state = types.SimpleNamespace(raw_model=model, optimizers=[optimizer])
+    notes = check_run.notes_about_gains(state, {"weight": ([3, 2], 1, [value])})
+    assert len(notes) == bool(words) and all(words in note for note in notes)
+    assert check_run.notes_about_gains(state, {"weight": ([3, 2], 1, [1.0, 2.0])}) == []
+
 class Model(torch.nn.Module):
     """Logits follow from the last token. generate() may add `skew` to them."""
     def __init__(self, skew=0.0):
@@ -1512,6 +1526,17 @@ def test_epochs_in_the_same_order_are_noted():
     assert note.startswith("epochs 0 and 1 read the training data in the same order")
     run.cfg = train_gpt2.Config(shuffle=False)
     assert check_run.notes_about_epochs(train_gpt2, run) == []
+
+def test_an_epoch_that_repeats_rows_is_noted():
+    """The shifted pieces of a text are no repetition."""
+    text = np.zeros(9001, np.uint16)
+    for recut in (False, True):
+        loader = train_gpt2.DataLoaderLite([text, text], T=9, shuffle=True, recut=recut)
+        assert check_run.notes_about_rows(loader) == []
+    with mock.patch.object(train_gpt2, "order_of",
+                           lambda n, shuffle, seed, epoch, *key: np.arange(n) * 2 ** epoch % n):
+        note, = check_run.notes_about_rows(loader)
+    assert note.startswith("the first 2,000 rows of epoch 1 are only 500 different")
 
 def test_c_attn_that_muon_does_not_split_is_noted():
     """A smaller matrix that is added to c_attn gives no note."""
