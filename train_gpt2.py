@@ -94,7 +94,7 @@ class Config:
     init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a folder (of a run or model), a .pt
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: AdamW, but Muon for matrices in blocks
-    max_lr: float = 6e-4            # peak learning rate; with FINETUNE, the default is 0.1 / n_embd
+    max_lr: float = 6e-4            # peak learning rate (0.1 / n_embd with the preset FINETUNE)
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
@@ -191,7 +191,7 @@ class GPTConfig:
     """
     block_size: int = 1024   # longest context, in tokens
     n_vocab: int = 50257     # number of token ids (transformers calls this number vocab_size)
-    vocab_size: int = 50304  # rows of the embedding, as in nanoGPT: padded(n_vocab), see below
+    vocab_size: int = 50304  # n_vocab rounded up to a multiple of 128: rows of the embedding
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -354,9 +354,10 @@ class GPT(nn.Module):
         read_weights() returns for one of these.
 
         constants: constants of GPTConfig that replace those stored with the weights. The dropout
-        with which the weights were trained is not kept: give dropout=0.1, for example. Parameters
-        missing from the weights keep their initial values. Raise UserError if the weights cannot be
-        read or do not fit the model.
+        with which the weights were trained is not kept: give dropout=0.1, for example.
+
+        A parameter that the weights lack keeps its initial value. Raise UserError if the weights
+        cannot be read, or if the model lacks one of them or has it in a different shape.
         """
         return load_pretrained(cls, source, constants)  # in part two
 
@@ -580,6 +581,9 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     if for_muon:
         optimizers.append(Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio,
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]  # step_optimizers() changes "lr" in each step
     return optimizers
 
 # ---- Training
@@ -730,17 +734,15 @@ def train_step(run):
 def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
-    A group that configure_optimizers() built with lr=max_lr gets the learning rate from get_lr(). A
-    group that was built with a different lr, such as Muon's, follows the same curve, scaled.
+    A group whose peak_lr is max_lr gets the learning rate from get_lr(). A group with a different
+    peak_lr, such as Muon's, follows the same curve, scaled.
     """
     # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
     # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
     overflowed = state.scaler.is_enabled() and not norm.isfinite()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # group["initial"] contains the values with which the group was built. (build_state() in
-            # part two has stored them)
-            group["lr"] = group["initial"]["lr"] * get_lr(state.step, cfg) / cfg.max_lr
+            group["lr"] = group["peak_lr"] * get_lr(state.step, cfg) / cfg.max_lr
         if not overflowed:
             state.scaler.step(optimizer)
         optimizer.zero_grad()
@@ -839,7 +841,7 @@ class Weights:
     code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
 
 @dataclass
-class Start:
+class StartingPoint:
     """What a command starts from.
 
         command                           gpt_config from    weights         checkpoint
@@ -898,7 +900,7 @@ def run_command(flags):
 PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 
 def resolve_config(flags, device=torch.device("cpu")):
-    """Return the Config, the Start, and the text to print first. flags: {name: text}.
+    """Return the Config, the StartingPoint, and the text to print first. flags: {name: text}.
 
     1. Choose the data and the preset. A flag determines the value of its constant. Without a flag,
        the preset determines it, and if the preset does not contain the constant, Config does.
@@ -933,7 +935,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    start = Start(gpt_config_of_run(cfg, model_of), weights, checkpoint)
+    start = StartingPoint(gpt_config_of_run(cfg, model_of), weights, checkpoint)
     return cfg, start, f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
 
 def choose_data(flags):
@@ -961,7 +963,7 @@ def choose_preset(data, flags):
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
 def read_start(cfg, device):
-    """Return the Weights and the checkpoint that a command starts from (see the table in Start).
+    """Return the Weights and the checkpoint that a command starts from (see StartingPoint).
 
     Raise UserError if a file cannot be read.
     """
@@ -1554,9 +1556,9 @@ def make_gpt_config(constants, source):
     return GPTConfig(**constants)
 
 def load_weights(model, weights):
-    """Load weights into a model. Tensors missing from the weights keep the model's values.
+    """Load weights into a model. A tensor that the weights lack keeps the model's values.
 
-    Raise UserError if names or shapes do not match.
+    Raise UserError if the model lacks one of the weights or has it in a different shape.
     """
     own = model.state_dict()
     if missing := own.keys() - weights.tensors.keys():
@@ -1564,7 +1566,7 @@ def load_weights(model, weights):
                "initial values that the code gives them.")
     try:
         model.load_state_dict(own | weights.tensors)
-    except RuntimeError as e:  # names or shapes do not match
+    except RuntimeError as e:
         raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
                         f"({summary_of(e)}): use the code that the weights were made with."
                         ) from None
@@ -1622,7 +1624,8 @@ def newest_or_best_checkpoint(folder):
     # {step: validation loss} of these checkpoints. Some may not have been validated
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
     if losses:
-        last_step, best_step = max(losses), min(losses, key=losses.get)
+        last_step = max(losses)                  # the largest key
+        best_step = min(losses, key=losses.get)  # the key with the lowest value
         if losses[last_step] > losses[best_step]:
             paths.remove(found[best_step])
             paths.insert(0, found[best_step])
@@ -1673,10 +1676,8 @@ def restore_state(state, saved):
         value = getattr(state, name, None)  # For edits: train_step() may create attributes
         if is_stateful(value):
             load_object(value, saved_value)
-        elif torch.is_tensor(value):
-            setattr(state, name, moved(saved_value, value.device))
-        else:
-            setattr(state, name, moved(saved_value, device))
+        else:  # a tensor that State has created on another device than the model's stays there
+            setattr(state, name, moved(saved_value, getattr(value, "device", device)))
 
 def check_restorable(state, saved):
     """Raise ValueError if an attribute of State cannot be restored from `saved`.
@@ -1748,6 +1749,8 @@ def store_initial_hyperparameters(optimizers):
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
+            # For edits: the optimizer may not come from configure_optimizers()
+            group["peak_lr"] = group.get("peak_lr", group["lr"])
             if "initial" not in group:
                 group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
                                     if name not in ("params", "param_names")}
@@ -1904,8 +1907,8 @@ class RunFolder:
             return
         if not continues:  # another run, which ended before its first save, may have left a log
             self.set_aside("log.txt")
-        if not continues or step < self.cfg.max_steps:  # an earlier export becomes outdated
-            self.set_aside("hf")
+        if not continues or step < self.cfg.max_steps:
+            self.set_aside("hf")  # the exported model, if there is one, becomes outdated
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
         self.starts.append({
@@ -2288,7 +2291,10 @@ def validate(run):
     run.validated_step = step
 
 def warnings_about(run, checkpoint):
-    """Return warnings for anyone who compares this run with others. They are kept in run.json."""
+    """Return the warnings that run.json and compare.py show beside the result of a run.
+
+    There are two: the loss is not the cross-entropy, and edited code continues the run.
+    """
     warnings = [loss_warning(run)]
     if checkpoint and is_of_other_code(checkpoint.get("code")):
         warnings.append(f"train_gpt2.py was edited: from step {run.state.step} on, this run uses "

@@ -512,7 +512,7 @@ def watch_learning_rates(t, run):
 
     def look(optimizer):
         for i, group in enumerate(optimizer.param_groups):
-            scheduled = group["initial"]["lr"] * t.get_lr(state.step, cfg) / cfg.max_lr
+            scheduled = group["peak_lr"] * t.get_lr(state.step, cfg) / cfg.max_lr
             if scheduled > 0:
                 name = f"group {i} of {type(optimizer).__name__}"
                 factors[name].add(round(float(group["lr"]) / scheduled, 9))
@@ -534,7 +534,7 @@ def watch_overwritten_rates(t):
             for group in optimizer.param_groups:
                 _, lr = set_by_step.get(id(group), (group, group["lr"]))
                 if group["lr"] != lr:
-                    scheduled = group["initial"]["lr"] * t.get_lr(state.step, cfg) / cfg.max_lr
+                    scheduled = group["peak_lr"] * t.get_lr(state.step, cfg) / cfg.max_lr
                     found.append((type(optimizer).__name__, group, scheduled))
         return found
 
@@ -620,9 +620,9 @@ def notes_about_epochs(t, run):
             "Derive the seed of the order from the epoch, too."]
 
 def notes_about_rows(loader):
-    """Return a note if an epoch does not read each row once. Look at two epochs."""
+    """Return a note if an epoch does not read each row once. Look at six epochs."""
     n = min(20_000, loader.rows_per_epoch)
-    for epoch in (0, 1):
+    for epoch in range(6):
         first = epoch * loader.rows_per_epoch
         n_different = len({loader.locate(row) for row in range(first, first + n)})
         if n_different < 0.99 * n:
@@ -970,7 +970,7 @@ def notes_about_learning_rates(state):
         rates, count = set(), 0
         for group in optimizer.param_groups:
             if n := sum(id(p) in in_blocks for p in group["params"]):
-                rates.add(float(group["initial"]["lr"]))
+                rates.add(float(group["peak_lr"]))
                 count += n
         numbers[type(optimizer).__name__] = len(rates), count
     several = [name for name, (n, _) in numbers.items() if n > 1]
