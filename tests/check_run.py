@@ -658,9 +658,9 @@ def notes_about_schedules(t, cfg):
         # An edited rows_before() may take long, since it may add up the rows of all earlier steps
         sizes = [t.rows_of_step(cfg, step) * cfg.T for step in steps[:20_000]]
         if len(set(sizes)) > 1:
-            notes.append(f"the number of tokens per step varies. It is {sizes[0]:,} at first, "
-                         f"{sizes[-1]:,} at the end, and at most {max(sizes):,}, in step "
-                         f"{sizes.index(max(sizes))}.")
+            notes.append("the number of tokens per step varies. In a run of "
+                         f"{cfg.max_steps} steps, it is {sizes[0]:,} at first, {sizes[-1]:,} at "
+                         f"the end, and at most {max(sizes):,}, in step {sizes.index(max(sizes))}.")
             if max(sizes) > 2 * max(sizes[0], sizes[-1]):
                 notes[-1] += (" If this is a mistake: rows_before() must return the sum over all "
                               "earlier steps, which is not step * (rows of this step).")
@@ -1111,10 +1111,10 @@ def notes_about_seeds(seeds):
     often = [seed for seed, steps in seeds.items() if len(steps) > 3]
     if not often:
         return []
-    return [f"a random generator is seeded with {often[0]} in {len(seeds[often[0]])} steps, so "
-            "it yields the same random numbers in each of them. If they should differ, derive the "
-            "seed from the step too: seed_from(cfg.seed, state.step). (In validation, they should "
-            "be the same.)"]
+    return [f"a random generator is seeded with {often[0]} at {len(seeds[often[0]])} values of "
+            "State.step, so it yields the same random numbers each time. If they should differ, "
+            "derive the seed from the step too: seed_from(cfg.seed, state.step). (In validation, "
+            "they should be the same.)"]
 
 def notes_about_repeated_rows(rows):
     """Return a note if training reads rows several times. rows: arrays (T,) of token ids."""

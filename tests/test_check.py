@@ -623,9 +623,9 @@ def test_first_updates_of_another_size_are_noted(tmp_path):
         runs = {"base": ({}, dict(first_update=mine, initial=initial)), "committed": (
             {}, dict(first_update={"w": 1.0, "x": 1.0, "y": 0.2}, initial=initial))}
         return stub_check(tmp_path, "", **runs).notes_about_first_update()
-    assert notes({"w": 1.1, "x": 0.9, "z": 5.0}) == []
+    assert notes({"w": 1.5, "x": 0.7, "z": 5.0}) == []
     note, = notes({"w": 0.44, "x": 0.4402, "y": 2.0})
-    assert "0.44 times as large: w and 1 more; 10 times as large: y. Check" in note
+    assert "0.44 times as large: w and 1 more; 10 times as large: y. AdamW" in note
 
 def test_an_average_that_is_updated_for_each_optimizer_is_noted():
     """An average that is updated once, after the last optimizer, gives no note."""
@@ -675,7 +675,7 @@ def test_seeds_that_do_not_change_from_step_to_step_are_noted(monkeypatch):
     for state.step in range(5):
         noise = torch.randn(2, generator=torch.Generator().manual_seed(7))
     note, = check_run.notes_about_seeds(seeds)
-    assert "seeded with 7 in 5 steps" in note
+    assert "seeded with 7 at 5 values of State.step" in note
     state.step = 5
     torch.manual_seed(7)
     assert len(seeds[7]) == 6 and torch.equal(torch.randn(2), noise)
