@@ -506,7 +506,7 @@ def tokenize_all(batches, nprocs, encoding_name):
             yield jobs.popleft().result()
     finally:
         for worker in workers:
-            worker.stop()  # in the thread that waits for this worker, recv() fails
+            worker.stop()  # recv() then fails in the thread that waits for it, so the thread ends
         threads.shutdown(cancel_futures=True)
 
 # -------------------------------------------------------------------------------------- shards
@@ -540,9 +540,9 @@ def manifest_settings(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # If the corpus ended before the last shard was full, this is the number that the next file
-    # would have. If files are added to the corpus later, the first of them gets this number and
-    # changes the settings, which find_finished() reports.
+    # The number of the file in which the last shard ends. If the corpus ended before this shard was
+    # full, there is no such file yet. If files are added to the corpus later, the first of them
+    # gets this number and changes the settings, which find_finished() reports.
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files):
         if number <= last_number:

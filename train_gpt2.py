@@ -400,7 +400,8 @@ class DataLoaderLite:
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
         self.seed, self.shuffle, self.recut = seed, shuffle, recut
-        self.lengths = [len(tokens_of_shard(shard)) for shard in shards]  # in tokens
+        # In tokens. tokens_of_shard() maps a file into memory and does not read all of it
+        self.lengths = [len(tokens_of_shard(shard)) for shard in shards]
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
         self.loaded_shard, self.loaded_tokens = None, None  # index and ids of the shard last read
@@ -581,9 +582,6 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     if for_muon:
         optimizers.append(Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio,
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]  # step_optimizers() changes "lr" in each step
     return optimizers
 
 # ---- Training
@@ -598,9 +596,9 @@ class State:
     the first step.
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
-    __post_init__(self) to this class. When a State is created, raw_model already has its initial
-    weights, or those of init_from. If the run is resumed, the weights and all attributes are then
-    restored from the checkpoint, so what __post_init__() has set is replaced.
+    __post_init__(self) to this class. When a new run creates its State, raw_model already has its
+    initial weights or those of init_from. A resumed run also creates a State. It then restores all
+    that the checkpoint contains, which replaces what __post_init__() has set.
 
     raw_model is the GPT without the DDP wrapper. raw_model.compile() compiles it in place, so
     raw_model(idx) then runs the compiled code.
@@ -734,8 +732,9 @@ def train_step(run):
 def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
-    A group whose peak_lr is max_lr gets the learning rate from get_lr(). A group with a different
-    peak_lr, such as Muon's, follows the same curve, scaled.
+    A group's peak_lr is the lr with which it was built. (build_state() stores it.) If this is
+    max_lr, the group gets the learning rate from get_lr(). A group with a different peak_lr, such
+    as Muon's, follows the same curve, scaled.
     """
     # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
     # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
@@ -844,15 +843,18 @@ class Weights:
 class StartingPoint:
     """What a command starts from.
 
-        command                           gpt_config from    weights         checkpoint
-        new run, init_from=scratch        Config             None            None
+        command                           model_of           weights         checkpoint
+        new run, init_from=scratch        None               None            None
         new run, init_from=gpt2           gpt2               gpt2            None
-        resumed run, init_from=scratch    Config             None            newest in log_dir
+        resumed run, init_from=scratch    None               None            newest in log_dir
         resumed run, init_from=gpt2       the checkpoint     None            newest in log_dir
-        --sample, init_from=scratch       the weights        in log_dir      None
+        --sample, init_from=scratch       in log_dir         in log_dir      None
         --sample, init_from=gpt2          gpt2               gpt2            None
+
+    In a resumed run from scratch, the constants in Config determine the model although there is a
+    checkpoint, so that check_same_training() can report those that have been edited.
     """
-    gpt_config: GPTConfig     # of the model that the command builds
+    model_of: Weights | None  # the model gets their constants (None: those in Config)
     weights: Weights | None   # to load into the model
     checkpoint: dict | None   # to restore State from
 
@@ -890,7 +892,7 @@ def run_command(flags):
         return
     print0(opening_text)
     run = set_up(cfg, start, device)
-    del start  # the run has copied its tensors, so free their memory
+    del start  # the run does not need it any longer, so free its memory
     with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
         train(run)
 
@@ -905,10 +907,10 @@ def resolve_config(flags, device=torch.device("cpu")):
     1. Choose the data and the preset. A flag determines the value of its constant. Without a flag,
        the preset determines it, and if the preset does not contain the constant, Config does.
     2. Read the weights or the checkpoint that the command starts from.
-    3. If init_from is not "scratch", set the constants of the model and the encoding to those of
-       the weights in init_from. (When a run is resumed, they are in its checkpoint.) A flag with a
-       different value raises UserError. The preset FINETUNE also needs a max_lr and a T that suit
-       this model, unless the preset or a flag sets them.
+    3. If the model's constants are those of existing weights (see StartingPoint.model_of), set
+       these constants and the encoding. A flag with a different value raises UserError. The preset
+       FINETUNE also needs a max_lr and a T that suit this model, unless the preset or a flag sets
+       them.
     4. Lower B if it does not divide a process's share of the batch.
     """
     if "max_steps" in flags:
@@ -921,7 +923,6 @@ def resolve_config(flags, device=torch.device("cpu")):
     chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, chosen)
     weights, checkpoint = read_start(cfg, device)
-    # The model gets the constants of these weights. (If this is None, it gets those in cfg)
     model_of = weights
     if checkpoint and cfg.init_from != "scratch":
         model_of = weights_in_checkpoint(checkpoint, cfg.log_dir)
@@ -935,7 +936,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    start = StartingPoint(gpt_config_of_run(cfg, model_of), weights, checkpoint)
+    start = StartingPoint(model_of, weights, checkpoint)
     return cfg, start, f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
 
 def choose_data(flags):
@@ -1084,7 +1085,8 @@ def set_up(cfg, start, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     encoding, checkpoint = get_encoding(cfg.encoding), start.checkpoint
-    check_model_fits(start.gpt_config, cfg, encoding)
+    if start.model_of:
+        check_model_fits(start.model_of, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
     cfg = replace(cfg, max_steps=determine_max_steps(cfg, start, device, loaders))
@@ -1099,9 +1101,9 @@ def set_up(cfg, start, device):
     print0("\n".join(lines))
     return run
 
-def check_model_fits(gpt_config, cfg, encoding):
-    """Raise UserError if the model, which init_from may determine, does not fit cfg."""
-    n_vocab, block_size = gpt_config.n_vocab, gpt_config.block_size
+def check_model_fits(weights, cfg, encoding):
+    """Raise UserError if the model of weights has the wrong vocabulary or too short a context."""
+    n_vocab, block_size = weights.model_constants["n_vocab"], weights.model_constants["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
                         f"context of {block_size}, but encoding={cfg.encoding} has "
@@ -1170,7 +1172,7 @@ def build_run(cfg, start, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, start.gpt_config).to(device)
+    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.model_of)).to(device)
     if start.weights:
         load_weights(raw_model, start.weights)
     state = build_state(raw_model, cfg, dtype)
@@ -1676,7 +1678,7 @@ def restore_state(state, saved):
         value = getattr(state, name, None)  # For edits: train_step() may create attributes
         if is_stateful(value):
             load_object(value, saved_value)
-        else:  # a tensor that State has created on another device than the model's stays there
+        else:  # put tensors on the device of the current one or, by default, of the model
             setattr(state, name, moved(saved_value, getattr(value, "device", device)))
 
 def check_restorable(state, saved):
@@ -1687,10 +1689,10 @@ def check_restorable(state, saved):
     - A tensor or an object was added to State after the checkpoint was written. The checkpoint has
       no value for it. For example, an average of the weights would start from the initial weights,
       and not from the restored ones.
-    - The checkpoint has a dict for an attribute that is neither an object nor a dict. Perhaps an
-      object was removed from State. The dict is the result of its state_dict(), and would become
-      the attribute. (So a dict must be an attribute of State from the start. train_step() can
-      create other attributes, but not a dict.)
+    - The checkpoint has a dict for an attribute that has no load_state_dict() and is not a dict.
+      Perhaps it was an object that has been removed from State. Then the dict is the result of its
+      state_dict(), and would become the attribute. (Because of this check, train_step() cannot
+      create an attribute that is a dict. Such an attribute must be in State from the start.)
     """
     for name, value in vars(state).items():
         if name not in saved and (is_stateful(value) or has_tensors(value)):
@@ -1743,14 +1745,14 @@ def moved(content, device):
 # code built the group. A checkpoint contains it too. If a hyperparameter has another initial value
 # in the code now than in the checkpoint, it was edited
 def store_initial_hyperparameters(optimizers):
-    """Copy the hyperparameters of each optimizer group to group["initial"].
+    """Copy the hyperparameters of each optimizer group to group["initial"], and lr to peak_lr.
 
     For edits: if training adds an optimizer or a group, call this function again.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # For edits: the optimizer may not come from configure_optimizers()
-            group["peak_lr"] = group.get("peak_lr", group["lr"])
+            if "lr" in group:
+                group.setdefault("peak_lr", group["lr"])  # step_optimizers() changes lr
             if "initial" not in group:
                 group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
                                     if name not in ("params", "param_names")}
@@ -1848,7 +1850,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
 
     Edited code may continue the training. (warnings_about() then adds a warning to the result.) But
     if the run has already taken max_steps steps, the code must be the same: the command would only
-    evaluate the run again, and replace its result with one that this code did not train.
+    evaluate the trained model again, and record the result as if the edited code had trained it.
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
@@ -2291,7 +2293,7 @@ def validate(run):
     run.validated_step = step
 
 def warnings_about(run, checkpoint):
-    """Return the warnings that run.json and compare.py show beside the result of a run.
+    """Return the warnings that run.json stores beside the result of a run.
 
     There are two: the loss is not the cross-entropy, and edited code continues the run.
     """
@@ -2357,7 +2359,7 @@ def print_sample(run):
 def sample_only(cfg, start, device):
     """Print cfg.sample samples from the model with the weights in `start`, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = build_model(cfg, start.gpt_config).to(device)
+    model = build_model(cfg, gpt_config_of_run(cfg, start.model_of)).to(device)
     load_weights(model, start.weights)
     print0(f"Samples from {start.weights.source}:")
     for i in range(cfg.sample):

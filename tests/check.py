@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
 import time
 import zlib
 from collections import defaultdict
@@ -164,10 +165,12 @@ def parse(words):
 
 # ---- Runs. Each one is a process of its own, or two processes with the environment that torchrun
 # would give them. Importing torch takes several seconds. On Linux, processes are therefore forked
-# from one that has already imported it
+# from one that has already imported it. (It opens a socket in the temporary folder, whose path may
+# have at most 107 characters)
+CAN_FORK = sys.platform == "linux" and len(tempfile.gettempdir()) < 70
 FRESH = multiprocessing.get_context("spawn")  # each process imports torch itself
-FORKED = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
-PRELOAD = ["torch._dynamo", "tiktoken", "check_run"]  # torch.optim imports torch._dynamo
+FORKED = multiprocessing.get_context("forkserver" if CAN_FORK else "spawn")
+PRELOAD = ["torch._dynamo", "tiktoken"]  # torch.optim imports torch._dynamo
 
 @dataclass
 class Finished:
@@ -186,6 +189,7 @@ class Laboratory:
         self.runs = {}      # {name: Future of a Finished}
         self.n_done = 0
         self.closed = False
+        self.lock = threading.Lock()  # Process.start() also looks at processes of other threads
 
     def close(self):
         """Stop all runs and delete the folder."""
@@ -246,11 +250,13 @@ class Laboratory:
         `patience` seconds, or if the check ends.
         """
         begin = time.time()
-        for process in ranks:
-            process.start()
         try:
+            for process in ranks:
+                with self.lock:
+                    process.start()
             while True:
-                statuses = [process.exitcode for process in ranks]
+                with self.lock:
+                    statuses = [process.exitcode for process in ranks]
                 if any(statuses):
                     return next(filter(None, statuses))
                 if None not in statuses:
@@ -265,19 +271,22 @@ class Laboratory:
                 time.sleep(0.05)
         finally:
             for process in ranks:
-                process.kill()
-                process.join()
+                if process.pid:  # it has been started
+                    with self.lock:
+                        process.kill()
+                        process.join()
 
 @contextmanager
 def environments(n):
-    """Yield a list with the environment variables that torchrun would give each of n processes."""
+    """Yield a list with the environment variables for n processes, like those of torchrun."""
     if n == 1:
         yield [{}]
         return
     # Like torchrun, keep the store in which the processes find each other. It chooses a free port
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False,
+                          use_libuv=os.name != "nt")  # torch for Windows lacks libuv
     yield [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n),
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
+            "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port),
             "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
            for rank in range(n)]
 

@@ -45,16 +45,19 @@ def be_a_run(job, env):
     env: environment variables to set.
     """
     os.environ.update(env)
+    os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)  # main() in check.py has set it
     if hasattr(os, "setsid"):
         os.setsid()  # the user's Ctrl-C does not reach this process
     threading.Thread(target=end_with_check, daemon=True).start()
     for name, number in ((os.devnull, 1), (job["folder"] / f"err_{env.get('RANK', 0)}.txt", 2)):
         with open(name, "w") as file:
             os.dup2(file.fileno(), number)
-    sys.stdin = open(os.devnull)  # so that a breakpoint() in an edit is an error
     np.random.seed()  # a forked process would draw the same numbers as others
     sys.path[0] = str(job["scripts"])
     import train_gpt2 as t
+    # If an edit starts processes, let them be those of an ordinary run
+    multiprocessing.set_start_method(None, force=True)
+    sys.modules["__main__"] = t
     # The committed version may lack a constant that the edit adds, and the other way round
     known = [constant.name for constant in fields(t.Config)]
     flags = [f"--{name}={value}" for name, value in job["flags"].items() if name in known]
@@ -941,7 +944,7 @@ def notes_about_decay(state):
             "have none."]
 
 def notes_about_gains(state, initial):
-    """Return a note on gains with two dimensions that are treated as weight matrices.
+    """Return a note on gains with several dimensions that are treated as weight matrices.
 
     initial: {name: (shape, checksum, some values, ...)} of initial weights.
     """
@@ -1456,7 +1459,8 @@ def notes_about_derivatives(model, x, y):
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     one_by_one = sum(p.numel() for _, p in named) < 5_000_000
     groups = [[pair] for pair in named] if one_by_one else [named]
-    with mock.patch.object(torch.Tensor, "float", torch.Tensor.double):  # GPT.forward() calls it
+    with (torch.autocast(x.device.type, enabled=False),
+          mock.patch.object(torch.Tensor, "float", torch.Tensor.double)):  # GPT.forward() calls it
         def loss():
             torch.manual_seed(0)  # the same dropout masks each time
             with buffers_restored(model):
@@ -1493,12 +1497,15 @@ def factor_of_derivative(parameters, loss):
 
     def change(step):
         """Return the change of the loss per unit, divided by the norm of the gradient."""
-        values = []
-        for sign in (1, -2, 1):  # forwards, backwards, and to the beginning
+        def move(distance):
             for p in parameters:
-                p.add_(p.grad, alpha=sign * step / norm)
-            values.append(loss())
-        return ((values[0] - values[1]) / (2 * step * norm)).item()
+                p.add_(p.grad, alpha=distance / norm)
+        move(step)
+        ahead = loss()
+        move(-2 * step)
+        behind = loss()
+        move(step)
+        return ((ahead - behind) / (2 * step * norm)).item()
     step = 1e-5 * (size if size > 0 else 1.0)
     factor, other = change(step), change(10 * step)
     # If the two differ, rounding or a jump of the loss matters, for example a different top-k
@@ -1562,7 +1569,7 @@ def notes_about_causal_mask(q, k, is_causal):
             "added in front hide the token itself. Give attn_mask instead."]
 
 class WatchSelections(torch.overrides.TorchFunctionMode):
-    """Records in `used` which functions an edit calls that select some of several values."""
+    """Records in `used` which functions are called that select some of several values."""
     NAMES = {"topk", "kthvalue", "sort", "argsort", "argmax", "argmin"}
 
     def __init__(self):
@@ -1571,8 +1578,7 @@ class WatchSelections(torch.overrides.TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         name = getattr(func, "__name__", "")
-        if (name in self.NAMES and args and torch.is_tensor(args[0]) and args[0].is_floating_point()
-                and places_in_scripts("".join(traceback.format_stack()))):
+        if name in self.NAMES and torch.is_tensor(args[0]) and args[0].is_floating_point():
             self.used.add(name)
         return func(*args, **kwargs or {})
 
