@@ -133,14 +133,14 @@ def hugging_face_tokenizer(encoding, context):
     special_tokens |= {f"<|unused{i}|>": i for i in range(encoding.n_vocab) if i not in used}
     vocabulary |= special_tokens
     backend = Tokenizer(models.BPE(vocabulary, merges))
-    to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = to_letters
+    bytes_to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = bytes_to_letters
     if merges:  # the bytes encoding has no merges, so a text need not be split before merging
         # In tiktoken's patterns, the + in {1,3}+ makes the quantifier possessive. `tokenizers`
         # would read this + as a repetition. Removing it does not change what the pattern matches.
         pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", parts["pat_str"])
         pieces = pre_tokenizers.Split(Regex(pattern), "isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, to_letters])
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, bytes_to_letters])
     backend.decoder = decoders.ByteLevel()
     in_order = sorted(special_tokens, key=special_tokens.get)
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in in_order])
@@ -639,9 +639,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    # How many of the tokens from start.row on belong to earlier shards. (These tokens may fill
-    # several batches, if an edit has made batches smaller since the earlier shards were made)
-    to_skip = start.offset
+    to_skip = start.offset  # number of tokens that belong to earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:

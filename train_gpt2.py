@@ -801,7 +801,8 @@ def train(run):
 # How a run starts and ends:
 #
 #     main() calls run_command(), which calls
-#         resolve_config()    sets the constants, and reads the weights or the checkpoint
+#         resolve_config()    sets the constants, and calls
+#             find_start()        reads the weights or the checkpoint to start from
 #         set_up()            opens the data, and calls
 #             steps_that_fit()    with --minutes: takes trial steps with another Run
 #             build_run()         builds what train() uses:
@@ -841,22 +842,10 @@ class Weights:
 
 @dataclass
 class StartingPoint:
-    """What a command starts from.
-
-        command                           model_of           weights         checkpoint
-        new run, init_from=scratch        None               None            None
-        new run, init_from=gpt2           gpt2               gpt2            None
-        resumed run, init_from=scratch    None               None            newest in log_dir
-        resumed run, init_from=gpt2       the checkpoint     None            newest in log_dir
-        --sample, init_from=scratch       in log_dir         in log_dir      None
-        --sample, init_from=gpt2          gpt2               gpt2            None
-
-    In a resumed run from scratch, the constants in Config determine the model although there is a
-    checkpoint, so that check_same_training() can report those that have been edited.
-    """
-    model_of: Weights | None  # the model gets their constants (None: those in Config)
-    weights: Weights | None   # to load into the model
-    checkpoint: dict | None   # to restore State from
+    """What a command starts from. find_start() fills it in for each kind of command."""
+    model_of: Weights | None = None  # the model has their constants (None: it has those in Config)
+    weights: Weights | None = None   # to load into the model
+    checkpoint: dict | None = None   # to restore State from
 
 # ---- The start and the end of the program
 def main():
@@ -907,8 +896,8 @@ def resolve_config(flags, device=torch.device("cpu")):
     1. Choose the data and the preset. A flag determines the value of its constant. Without a flag,
        the preset determines it, and if the preset does not contain the constant, Config does.
     2. Read the weights or the checkpoint that the command starts from.
-    3. If the model's constants are those of existing weights (see StartingPoint.model_of), set
-       these constants and the encoding. A flag with a different value raises UserError. The preset
+    3. If the model must have the constants of existing weights (StartingPoint.model_of), set these
+       constants and the encoding. A flag with a different value raises UserError. The preset
        FINETUNE also needs a max_lr and a T that suit this model, unless the preset or a flag sets
        them.
     4. Lower B if it does not divide a process's share of the batch.
@@ -922,21 +911,17 @@ def resolve_config(flags, device=torch.device("cpu")):
     # The values of flags are still text, which make_config() converts
     chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, chosen)
-    weights, checkpoint = read_start(cfg, device)
-    model_of = weights
-    if checkpoint and cfg.init_from != "scratch":
-        model_of = weights_in_checkpoint(checkpoint, cfg.log_dir)
+    start = find_start(cfg, device)
     weights_line = ""
-    if model_of:
-        check_flags_against_weights(flags, cfg, model_of)
-        suggested = values_for_fine_tuning(model_of) if preset_name == "FINETUNE" else {}
-        adapted = make_config(Config, suggested | chosen | constants_of_model(model_of))
-        weights_line = "\n" + describe_weights(model_of.source, before=cfg, after=adapted)
+    if start.model_of:
+        check_flags_against_weights(flags, cfg, start.model_of)
+        suggested = values_for_fine_tuning(start.model_of) if preset_name == "FINETUNE" else {}
+        adapted = make_config(Config, suggested | chosen | constants_of_model(start.model_of))
+        weights_line = "\n" + describe_weights(start.model_of.source, before=cfg, after=adapted)
         cfg = adapted
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    start = StartingPoint(model_of, weights, checkpoint)
     return cfg, start, f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
 
 def choose_data(flags):
@@ -963,20 +948,29 @@ def choose_preset(data, flags):
         return ""
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
-def read_start(cfg, device):
-    """Return the Weights and the checkpoint that a command starts from (see StartingPoint).
-
-    Raise UserError if a file cannot be read.
-    """
+def find_start(cfg, device):
+    """Return the StartingPoint of a command. Raise UserError if a file cannot be read."""
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
+    from_scratch = cfg.init_from == "scratch"
     if cfg.sample:
-        return read_weights_to_sample_from(cfg), None
+        weights = read_weights_to_sample_from(cfg)
+        return StartingPoint(model_of=weights, weights=weights)
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if checkpoint or cfg.init_from == "scratch":
-        return None, checkpoint
-    return read_weights(cfg.init_from), None
+    if checkpoint and from_scratch:
+        # model_of is not set: Config determines the model, as it did when the run began. If Config
+        # was edited since then, check_same_training() reports it
+        return StartingPoint(checkpoint=checkpoint)
+    if checkpoint:
+        # The model has the constants of the weights in init_from. The checkpoint contains these
+        # constants, so the weights need not be read (or exist) any more
+        weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
+        return StartingPoint(model_of=weights, checkpoint=checkpoint)
+    if from_scratch:  # a new run
+        return StartingPoint()
+    weights = read_weights(cfg.init_from)  # for a new run
+    return StartingPoint(model_of=weights, weights=weights)
 
 def read_weights_to_sample_from(cfg):
     """Return the Weights in init_from or, if this constant is not set, those in log_dir."""
@@ -1672,37 +1666,26 @@ def restore_state(state, saved):
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
     set to its saved value. Raise ValueError if an attribute cannot be restored.
     """
-    check_restorable(state, saved)
+    check_nothing_was_added(state, saved)
     device = next(state.raw_model.parameters()).device
     for name, saved_value in saved.items():
-        value = getattr(state, name, None)  # For edits: train_step() may create attributes
+        # For edits: if train_step() creates an attribute, a new State does not have it yet
+        value = getattr(state, name, None)
         if is_stateful(value):
             load_object(value, saved_value)
         else:  # put tensors on the device of the current one or, by default, of the model
             setattr(state, name, moved(saved_value, getattr(value, "device", device)))
 
-def check_restorable(state, saved):
-    """Raise ValueError if an attribute of State cannot be restored from `saved`.
+def check_nothing_was_added(state, saved):
+    """Raise ValueError if State has a tensor or an object that the checkpoint does not contain.
 
-    For edits: in two cases, restoring would go wrong without notice:
-
-    - A tensor or an object was added to State after the checkpoint was written. The checkpoint has
-      no value for it. For example, an average of the weights would start from the initial weights,
-      and not from the restored ones.
-    - The checkpoint has a dict for an attribute that has no load_state_dict() and is not a dict.
-      Perhaps it was an object that has been removed from State. Then the dict is the result of its
-      state_dict(), and would become the attribute. (Because of this check, train_step() cannot
-      create an attribute that is a dict. Such an attribute must be in State from the start.)
+    For edits: such an attribute was added after the checkpoint was written, and would keep the
+    value that it has in a new State. For example, an average of the weights would start from the
+    initial weights, and not from the restored ones.
     """
     for name, value in vars(state).items():
         if name not in saved and (is_stateful(value) or has_tensors(value)):
             raise ValueError(f"the checkpoint does not contain State.{name}")
-    for name, saved_value in saved.items():
-        value = getattr(state, name, None)
-        # A saved dict comes from the state_dict() of an object, or the attribute was a dict
-        if isinstance(saved_value, dict) and not (is_stateful(value) or isinstance(value, dict)):
-            raise ValueError(f"the checkpoint contains an object or a dict for State.{name}, but "
-                             "State has none when it is created")
 
 def load_object(value, saved_value):
     """Load what saved_form_of() returned into an object or a list of objects."""
@@ -1760,7 +1743,8 @@ def store_initial_hyperparameters(optimizers):
 def load_optimizer(optimizer, saved):
     """Load what saved_form_of() returned into an optimizer, except for edited hyperparameters.
 
-    Raise ValueError if it was saved by an optimizer of a different class.
+    A hyperparameter that the checkpoint lacks also keeps the value in the code. Raise ValueError if
+    an optimizer of a different class was saved.
     """
     class_name = type(optimizer).__name__
     if saved.get("class", class_name) != class_name:
@@ -1772,18 +1756,22 @@ def load_optimizer(optimizer, saved):
     device = parameters[0].device if parameters else None
     groups = []
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        initial_now, initial_then = group.get("initial", {}), saved_group.get("initial", {})
-        edited = {name: copy.deepcopy(value) for name, value in initial_now.items()
-                  if name in initial_then and was_edited(initial_then[name], value)}
-        # Values of saved_group replace those of `group`, edited ones replace them again, and
-        # hyperparameters that the checkpoint lacks keep the values of the code. (In a saved group,
-        # "params" are numbers, as load_state_dict() expects)
-        groups.append(group | moved(saved_group, device) | edited | {"initial": initial_now})
+        restored = {name: value for name, value in saved_group.items()
+                    if name != "initial" and not was_edited(name, group, saved_group)}
+        # (In a saved group, "params" are numbers, as load_state_dict() expects)
+        groups.append(group | moved(restored, device))
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
-def was_edited(initial_then, initial_now):
-    """Return whether an initial value was edited. Tensors, which may be large, are not compared."""
-    return not has_tensors((initial_then, initial_now)) and initial_then != initial_now
+def was_edited(name, group, saved_group):
+    """Return whether a hyperparameter was edited in the code after `saved_group` was saved.
+
+    Tensors, which may be large, are not compared.
+    """
+    initial_now, initial_then = group.get("initial", {}), saved_group.get("initial", {})
+    if name not in initial_now or name not in initial_then:
+        return False
+    now, then = initial_now[name], initial_then[name]
+    return not has_tensors((now, then)) and now != then
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1907,10 +1895,11 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        if not continues:  # another run, which ended before its first save, may have left a log
+        if not continues:
+            # A log without a checkpoint: it is of a run that ended before its first save
             self.set_aside("log.txt")
         if not continues or step < self.cfg.max_steps:
-            self.set_aside("hf")  # the exported model, if there is one, becomes outdated
+            self.set_aside("hf")  # an exported model becomes outdated if training goes on
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
         self.starts.append({

@@ -446,7 +446,7 @@ class Plan:
             "max_steps": options.steps, "eval_every": each, "save_every": self.saved,
             "warmup_steps": min(constants.get("warmup_steps", 0), each),
             # The last batch of a validation is smaller than B
-            "val_tokens": min(constants["val_tokens"], (3 * self.B + self.B // 2 + 1) * self.T),
+            "val_tokens": min(constants["val_tokens"], (3 * self.B + max(1, self.B // 4)) * self.T),
         } | options.flags
         # The dropout masks depend on B, so runs with a different B are compared without dropout
         self.dropout = constants.get("dropout", 0) > 0
