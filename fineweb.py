@@ -10,9 +10,9 @@ token ids in an .npy file: uint16, or uint32 if the encoding has more than
 shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as without the interruption.
 
-This file also holds helpers for all three scripts. They are here because the
-worker processes import this file. If it imported train_gpt2.py, each worker
-would have to import torch.
+This file also holds the helpers that all three scripts share, so that there is
+no fourth file. They are not in train_gpt2.py, because then this file and each
+of its worker processes would have to import that script, and with it torch.
 """
 import argparse
 import contextlib
@@ -92,7 +92,7 @@ def encoding_arguments(name):
                         f"{', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
-@functools.lru_cache  # building GPT-2's encoding takes 0.2 s; some callers need it for each text
+@functools.lru_cache  # building GPT-2's encoding takes 0.2 s, and hellaswag.py asks for each text
 def get_encoding(name):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used."""
     try:
@@ -540,13 +540,12 @@ def manifest_settings(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # The number of the file in which the last shard ends. If the corpus ended before this shard was
-    # full, there is no such file yet. If files are added to the corpus later, the first of them
-    # gets this number and changes the settings, which find_finished() reports.
-    last_number = shards[-1].end.file_number
-    for number, (url, size) in enumerate(files):
-        if number <= last_number:
-            settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    last_number = shards[-1].end.file_number  # of the file in which the last shard ends
+    for number, (url, size) in enumerate(files[:last_number + 1]):
+        settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    # At the end of the corpus, last_number is len(files), so the settings include all files. If a
+    # file is added to the corpus later, its number is last_number, so the settings change, and
+    # find_finished() reports it.
     return settings
 
 def read_manifest(path):
@@ -677,6 +676,7 @@ def add_shards(cfg, files, finished):
     # open and no worker keeps running.
     with contextlib.closing(batches), contextlib.closing(results), contextlib.closing(cut):
         for tokens, end in cut:
+            # These names are those of build-nanogpt, whatever the corpus is
             name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
             documents = int(np.count_nonzero(tokens == encoding.eot_token))
             write_into_local_dir(cfg, name, lambda file: write_array(file, tokens))

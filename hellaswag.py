@@ -180,7 +180,7 @@ def prepare(examples, model, encode=gpt2_encode):
     model's device determines the size of the batches.
     """
     config = getattr(model, "config", None)
-    # In transformers, this number is called max_position_embeddings
+    # All models of transformers have this number as max_position_embeddings
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
     rows, labels, n_tokens, n_truncated = [], [], [], 0
     for example in examples:
@@ -329,7 +329,7 @@ def load_model(name, device):
                         f"name of a model on the hub, such as gpt2, or a folder, such as log/hf."
                         ) from None
 
-def score(args):
+def score_and_print(args):
     """Score the model that the command line names, and print the result.
 
     Raise UserError if the questions or the model cannot be loaded, or if a loss is not finite.
@@ -373,7 +373,7 @@ def main():
                         help="score only the first N questions (default: all)")
     parser.error = lambda message: sys.exit(f"hellaswag.py: {message}; --help lists the options.")
     try:
-        score(parser.parse_args())
+        score_and_print(parser.parse_args())
     except UserError as e:
         sys.exit(f"hellaswag.py: {e}")
 

@@ -1,4 +1,4 @@
-"""Train GPT-2 from scratch, in one file, on a CPU or on many GPUs.
+"""Train GPT-2 from scratch, on a CPU or on many GPUs.
 
     python train_gpt2.py    # if no shards exist: train a small GPT on input.txt
     python fineweb.py       # write shards of FineWeb-Edu to edu_fineweb10B/
@@ -144,8 +144,12 @@ FINETUNE = dict(
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
 # draw_later() only records the std of a layer's weight as init_std. When GPT.__init__ has built all
-# layers, init_weights() draws each weight that has an init_std. Until then, all elements of such a
-# weight are equal to PLACEHOLDER
+# layers, init_weights() draws each weight that has an init_std
+#
+# For edits: until it is drawn, all elements of a weight are equal to PLACEHOLDER. Elements that a
+# layer sets itself, for example to 0, differ from it, so init_weights() leaves them as they are.
+# And if an edit multiplies or copies a weight before it is drawn, its elements are so large that
+# check_parameters() in part two notices it and stops the run before the first step
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -154,9 +158,6 @@ def draw_later(layer, std=0.02):
     Its bias is set to 0.
     """
     layer.weight.init_std = std
-    # For edits: if an edit multiplies or copies a weight that has not been drawn yet, the result
-    # is never drawn. PLACEHOLDER is so large that check_parameters() in part two finds and reports
-    # such a weight before the first step
     nn.init.constant_(layer.weight, PLACEHOLDER)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
@@ -172,7 +173,6 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # For edits: elements that a layer has set itself, for example to 0, keep their values
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -190,8 +190,8 @@ class GPTConfig:
     weights determine all constants except dropout.
     """
     block_size: int = 1024   # longest context, in tokens
-    n_vocab: int = 50257     # number of token ids (transformers calls this number vocab_size)
-    vocab_size: int = 50304  # n_vocab rounded up to a multiple of 128: rows of the embedding
+    n_vocab: int = 50257     # number of token ids
+    vocab_size: int = 50304  # rows of the embedding: n_vocab, rounded up by padded()
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
@@ -222,8 +222,9 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        # forward() only reads its p. For edits: a module, like the other dropouts in the model, so
-        # that setting p of all nn.Dropout modules during training changes this one too
+        # forward() does not call this module, but passes its probability p to the attention. (For
+        # edits: p is stored in a module, so that code that sets p of all nn.Dropout modules during
+        # training also finds this one)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -308,9 +309,9 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, vocab_size)
-        # Mask the padding before the loss, so that its probability is 0. Remove its columns only
-        # after the loss, because removing them earlier makes a compiled step on an H100 5% slower.
-        # (The mask comes before float(), because a step with B=64 would otherwise need 6 GiB more)
+        # The padding columns belong to no token. For the loss, mask them, so that their probability
+        # is 0. They are only removed after the loss, because removing them here would make a
+        # compiled step on an H100 5% slower. (Masking after float() would need 6 GiB more at B=64)
         # For edits: if you change the logits, for example cap them, do it before the next two lines
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill(padding, -math.inf).float()
@@ -400,7 +401,8 @@ class DataLoaderLite:
     def __init__(self, shards, T, seed=0, shuffle=False, n_vocab=2**16, recut=False):
         self.shards, self.T, self.n_vocab = shards, T, n_vocab
         self.seed, self.shuffle, self.recut = seed, shuffle, recut
-        # In tokens. tokens_of_shard() maps a file into memory and does not read all of it
+        # The number of tokens in each shard. (tokens_of_shard() maps a file into memory, so this
+        # does not read the tokens)
         self.lengths = [len(tokens_of_shard(shard)) for shard in shards]
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
@@ -422,7 +424,8 @@ class DataLoaderLite:
         i = int(ends.searchsorted(n_read, side="right"))          # 1
         shard = int(shard_order[i])                               # 0
         n_rows = int(self.rows_in_shard[shard])                   # 30
-        n_read_of_shard = n_read - (int(ends[i]) - n_rows)        # 45 - (70 - 30) = 5
+        n_read_before_shard = int(ends[i]) - n_rows               # 70 - 30 = 40
+        n_read_of_shard = n_read - n_read_before_shard            # 45 - 40 = 5
         row_order = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(row_order[n_read_of_shard]) * self.T          # 17 * 8 = 136
         if self.recut:
@@ -596,18 +599,18 @@ class State:
     the first step.
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
-    __post_init__(self) to this class. When a new run creates its State, raw_model already has its
-    initial weights or those of init_from. A resumed run also creates a State. It then restores all
-    that the checkpoint contains, which replaces what __post_init__() has set.
+    __post_init__(self) to this class. When it is called, raw_model has its initial weights, or
+    those of init_from. (It is also called in a resumed run, but the checkpoint is loaded after it,
+    and replaces what it has done.)
 
-    raw_model is the GPT without the DDP wrapper. raw_model.compile() compiles it in place, so
-    raw_model(idx) then runs the compiled code.
+    raw_model is the GPT without the DDP wrapper. With torch.compile, build_run() compiles it in
+    place: it remains the same object, and raw_model(idx) runs the compiled code.
     """
     raw_model: nn.Module
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # duration of these steps, except the first one after each start
+    minutes: float = 0.0          # training time, without the first step after each start
     tokens: int = 0               # number of tokens that the model has been trained on
 
     @property
@@ -638,7 +641,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions (a hellaswag.Prepared); None if it is off
-    folder: "RunFolder | None"    # writes to log_dir; None in the trial steps of steps_that_fit()
+    folder: "RunFolder | None"    # writes to log_dir; None if only trial steps are taken
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -732,9 +735,9 @@ def train_step(run):
 def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
-    A group's peak_lr is the lr with which it was built. (build_state() stores it.) If this is
-    max_lr, the group gets the learning rate from get_lr(). A group with a different peak_lr, such
-    as Muon's, follows the same curve, scaled.
+    A group's peak_lr is the lr with which configure_optimizers() built it. (Part two stores it, in
+    store_initial_hyperparameters().) If it is max_lr, the group gets the learning rate from
+    get_lr(). A group with a different peak_lr, such as Muon's, follows the same curve, scaled.
     """
     # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
     # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
@@ -765,8 +768,9 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails.
-            # (Checkpoints at multiples of keep_every are never deleted)
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (save()
+            # does nothing at step 0 of a run from scratch. It never deletes a checkpoint at a
+            # multiple of keep_every)
             check_ranks_have_same_weights(run)
             run.folder.save(state)
         if due(cfg.eval_every, run):
@@ -842,10 +846,13 @@ class Weights:
 
 @dataclass
 class StartingPoint:
-    """What a command starts from. find_start() fills it in for each kind of command."""
-    model_of: Weights | None = None  # the model has their constants (None: it has those in Config)
-    weights: Weights | None = None   # to load into the model
-    checkpoint: dict | None = None   # to restore State from
+    """What a command starts from (see find_start).
+
+    If there are weights, the model has their constants, and otherwise those in Config. A new run
+    and --sample also load the weights. A resumed run restores its State from the checkpoint.
+    """
+    weights: Weights | None = None
+    checkpoint: dict | None = None
 
 # ---- The start and the end of the program
 def main():
@@ -896,10 +903,9 @@ def resolve_config(flags, device=torch.device("cpu")):
     1. Choose the data and the preset. A flag determines the value of its constant. Without a flag,
        the preset determines it, and if the preset does not contain the constant, Config does.
     2. Read the weights or the checkpoint that the command starts from.
-    3. If the model must have the constants of existing weights (StartingPoint.model_of), set these
-       constants and the encoding. A flag with a different value raises UserError. The preset
-       FINETUNE also needs a max_lr and a T that suit this model, unless the preset or a flag sets
-       them.
+    3. If there are weights, use their encoding and the constants of their model. A flag with a
+       different value raises UserError. With the preset FINETUNE, also use a max_lr and a T that
+       suit this model, unless the preset or a flag sets them.
     4. Lower B if it does not divide a process's share of the batch.
     """
     if "max_steps" in flags:
@@ -908,16 +914,17 @@ def resolve_config(flags, device=torch.device("cpu")):
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    # The values of flags are still text, which make_config() converts
+    # The values that are not the defaults in Config. Those of flags are still text, which
+    # make_config() converts
     chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, chosen)
     start = find_start(cfg, device)
     weights_line = ""
-    if start.model_of:
-        check_flags_against_weights(flags, cfg, start.model_of)
-        suggested = values_for_fine_tuning(start.model_of) if preset_name == "FINETUNE" else {}
-        adapted = make_config(Config, suggested | chosen | constants_of_model(start.model_of))
-        weights_line = "\n" + describe_weights(start.model_of.source, before=cfg, after=adapted)
+    if start.weights:
+        check_flags_against_weights(flags, cfg, start.weights)
+        suggested = values_for_fine_tuning(start.weights) if preset_name == "FINETUNE" else {}
+        adapted = make_config(Config, suggested | chosen | constants_of_model(start.weights))
+        weights_line = "\n" + describe_weights(start.weights.source, before=cfg, after=adapted)
         cfg = adapted
     if not cfg.sample:
         check_config(cfg)
@@ -953,24 +960,22 @@ def find_start(cfg, device):
     if cfg.init_from == "resume":
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
-    from_scratch = cfg.init_from == "scratch"
     if cfg.sample:
-        weights = read_weights_to_sample_from(cfg)
-        return StartingPoint(model_of=weights, weights=weights)
+        return StartingPoint(weights=read_weights_to_sample_from(cfg))
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if checkpoint and from_scratch:
-        # model_of is not set: Config determines the model, as it did when the run began. If Config
-        # was edited since then, check_same_training() reports it
-        return StartingPoint(checkpoint=checkpoint)
-    if checkpoint:
-        # The model has the constants of the weights in init_from. The checkpoint contains these
-        # constants, so the weights need not be read (or exist) any more
-        weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
-        return StartingPoint(model_of=weights, checkpoint=checkpoint)
-    if from_scratch:  # a new run
+    if checkpoint is None and cfg.init_from == "scratch":
         return StartingPoint()
-    weights = read_weights(cfg.init_from)  # for a new run
-    return StartingPoint(model_of=weights, weights=weights)
+    if checkpoint is None:
+        return StartingPoint(weights=read_weights(cfg.init_from))
+    # A checkpoint was found, so a run is resumed
+    if cfg.init_from == "scratch":
+        # Config determines the model, as it did when the run began. If Config was edited since
+        # then, check_same_training() reports it
+        return StartingPoint(checkpoint=checkpoint)
+    # The run began with the weights in init_from, which determine the model. Its checkpoint
+    # contains the same constants. Take them from there, since init_from may not exist any longer
+    weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
+    return StartingPoint(weights=weights, checkpoint=checkpoint)
 
 def read_weights_to_sample_from(cfg):
     """Return the Weights in init_from or, if this constant is not set, those in log_dir."""
@@ -1079,10 +1084,11 @@ def set_up(cfg, start, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     encoding, checkpoint = get_encoding(cfg.encoding), start.checkpoint
-    if start.model_of:
-        check_model_fits(start.model_of, cfg, encoding)
+    if start.weights:
+        check_model_fits(start.weights, cfg, encoding)
     loaders = open_data(cfg, encoding)
-    fingerprint, lock = fingerprint_of(loaders[0]), lock_run_folder(cfg.log_dir)
+    fingerprint = fingerprint_of(loaders[0])
+    lock = lock_run_folder(cfg.log_dir)
     cfg = replace(cfg, max_steps=determine_max_steps(cfg, start, device, loaders))
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
@@ -1166,8 +1172,8 @@ def build_run(cfg, start, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.model_of)).to(device)
-    if start.weights:
+    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.weights)).to(device)
+    if start.weights and not start.checkpoint:
         load_weights(raw_model, start.weights)
     state = build_state(raw_model, cfg, dtype)
     if start.checkpoint:
@@ -1525,20 +1531,20 @@ def weights_in_checkpoint(checkpoint, source):
     return Weights(source, model_constants, checkpoint["encoding"], checkpoint["eval_model"],
                    checkpoint.get("code"))
 
-def gpt_config_of_run(cfg, model_of=None):
+def gpt_config_of_run(cfg, weights=None):
     """Return the GPTConfig of the model that a command builds.
 
-    model_of: the Weights that determine the model. If it is None, cfg determines it.
+    weights: the Weights that determine the model. If it is None, cfg determines it.
     """
     # The constants that both classes have: n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
-    if model_of is None:
+    if weights is None:
         n_vocab = get_encoding(cfg.encoding).n_vocab
         return GPTConfig(block_size=cfg.T, n_vocab=n_vocab, vocab_size=padded(n_vocab), **in_both)
     # model_constants never contains dropout, so dropout comes from cfg. For edits: a constant that
     # did not exist when the weights were trained also comes from cfg
-    return make_gpt_config(in_both | model_of.model_constants, model_of.source)
+    return make_gpt_config(in_both | weights.model_constants, weights.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1610,10 +1616,10 @@ def newest_checkpoint(folder):
 def newest_or_best_checkpoint(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    If the last validation loss is higher than the lowest one, training has made the model worse.
-    Then return the checkpoint with the lowest loss, and otherwise the newest checkpoint. (This
-    refers to losses of checkpoints that still exist.) Skip damaged checkpoints. Return None if
-    there is no checkpoint.
+    If the validation loss has risen since its lowest value, training has made the model worse, and
+    the best checkpoint is the one with the lowest loss. Otherwise it is the newest one. (Only
+    losses of checkpoints that still exist count.) Skip damaged checkpoints. Return None if there is
+    no checkpoint.
     """
     found = find_checkpoints(folder)  # {step: path}, the newest first
     paths = list(found.values())
@@ -1643,7 +1649,7 @@ def first_undamaged(paths, folder):
     return None
 
 def read_checkpoint(path, mmap=True):
-    """Verify the checksums of a checkpoint's file, which torch.load ignores, and return its dict.
+    """Read a checkpoint. Unlike torch.load(), this also verifies the checksums in the file.
 
     mmap: whether to read tensors from the disk only when they are used. Raise UserError if the file
     is damaged or is not a checkpoint.
@@ -1666,7 +1672,7 @@ def restore_state(state, saved):
     An object with load_state_dict(), such as the model, is loaded in place. Any other attribute is
     set to its saved value. Raise ValueError if an attribute cannot be restored.
     """
-    check_nothing_was_added(state, saved)
+    check_is_complete(saved, state)
     device = next(state.raw_model.parameters()).device
     for name, saved_value in saved.items():
         # For edits: if train_step() creates an attribute, a new State does not have it yet
@@ -1676,12 +1682,13 @@ def restore_state(state, saved):
         else:  # put tensors on the device of the current one or, by default, of the model
             setattr(state, name, moved(saved_value, getattr(value, "device", device)))
 
-def check_nothing_was_added(state, saved):
-    """Raise ValueError if State has a tensor or an object that the checkpoint does not contain.
+def check_is_complete(saved, state):
+    """Raise ValueError if State has a tensor or an object that is not in `saved`.
 
     For edits: such an attribute was added after the checkpoint was written, and would keep the
     value that it has in a new State. For example, an average of the weights would start from the
-    initial weights, and not from the restored ones.
+    initial weights, and not from the restored ones. (A number or a string that was added keeps its
+    value.)
     """
     for name, value in vars(state).items():
         if name not in saved and (is_stateful(value) or has_tensors(value)):
@@ -1724,9 +1731,10 @@ def moved(content, device):
 # other one is restored from the checkpoint, since training may have changed it. (Each step sets lr,
 # and your own optimizer may, for example, count steps in a group.)
 #
-# To find out what was edited, each group has an entry "initial": the hyperparameters with which the
-# code built the group. A checkpoint contains it too. If a hyperparameter has another initial value
-# in the code now than in the checkpoint, it was edited
+# To find out what was edited, each group has an entry "initial": a dict of the hyperparameters with
+# which the code built the group. A checkpoint contains it too. If a hyperparameter has another
+# initial value in the code now than in the checkpoint, it was edited. (One of them is peak_lr, so
+# this also covers the learning rate)
 def store_initial_hyperparameters(optimizers):
     """Copy the hyperparameters of each optimizer group to group["initial"], and lr to peak_lr.
 
@@ -1734,8 +1742,8 @@ def store_initial_hyperparameters(optimizers):
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if "lr" in group:
-                group.setdefault("peak_lr", group["lr"])  # step_optimizers() changes lr
+            if "lr" in group:  # step_optimizers() will change lr, but not peak_lr
+                group.setdefault("peak_lr", group["lr"])
             if "initial" not in group:
                 group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
                                     if name not in ("params", "param_names")}
@@ -1756,9 +1764,10 @@ def load_optimizer(optimizer, saved):
     device = parameters[0].device if parameters else None
     groups = []
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        # `group` keeps what was edited, and its "initial". Everything else is restored. (This
+        # includes "params", which load_state_dict() expects in the form that they have here)
         restored = {name: value for name, value in saved_group.items()
                     if name != "initial" and not was_edited(name, group, saved_group)}
-        # (In a saved group, "params" are numbers, as load_state_dict() expects)
         groups.append(group | moved(restored, device))
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
@@ -1836,9 +1845,9 @@ def check_same_training(checkpoint, cfg, fingerprint):
     The data and all constants must be the same, except that max_steps may grow, and the constants
     in FREE_TO_CHANGE may differ.
 
-    Edited code may continue the training. (warnings_about() then adds a warning to the result.) But
-    if the run has already taken max_steps steps, the code must be the same: the command would only
-    evaluate the trained model again, and record the result as if the edited code had trained it.
+    Edited code may continue an unfinished run, whose result then contains a warning (see
+    warnings_about). It may not continue a finished run: it would only evaluate the model again, and
+    record the result as if the edited code had trained the model.
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
@@ -1857,17 +1866,12 @@ def check_same_training(checkpoint, cfg, fingerprint):
                         "this change, or choose a different --log_dir.")
 
 def lock_run_folder(log_dir):
-    """Reserve log_dir for this run, and delete half-written files that a killed run left behind.
+    """Reserve log_dir for this run. Return a lock, which is held as long as it is referenced.
 
-    Return a lock that is held as long as it is referenced. Only rank 0 writes to log_dir, so only
-    rank 0 takes the lock; the other processes get None. Raise UserError if another run uses
-    log_dir.
+    Only rank 0 writes to log_dir, so only rank 0 takes the lock; the other processes get None.
+    Raise UserError if another run uses log_dir.
     """
-    if rank() != 0:
-        return None
-    lock = lock_folder(Path(log_dir))
-    remove_unfinished(Path(log_dir))
-    return lock
+    return lock_folder(Path(log_dir)) if rank() == 0 else None
 
 class RunFolder:
     """The files in log_dir. Only rank 0 writes them.
@@ -1895,18 +1899,18 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        if not continues:
-            # A log without a checkpoint: it is of a run that ended before its first save
+        remove_unfinished(self.path)  # files that a killed run was writing
+        if not continues:  # a log can only be of a run that ended before its first save
             self.set_aside("log.txt")
-        if not continues or step < self.cfg.max_steps:
-            self.set_aside("hf")  # an exported model becomes outdated if training goes on
+        if not continues or step < self.cfg.max_steps:  # an exported model becomes outdated
+            self.set_aside("hf")
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
         self.starts.append({
             "time": time.ctime(), "step": step, "command": sys.argv, "code": code_checksum(),
             "torch": torch.__version__, "python": sys.version, "warnings": list(warnings)})
         self.write_run()
-        self.log = open_log(self.path / "log.txt", step)
+        self.log = truncate_and_open_log(self.path / "log.txt", step)
         if continues:
             self.saved_step = step
 
@@ -2027,11 +2031,10 @@ def copy_to_host(content, buffers):
         return new_buffers[key]
     return copied(content), new_buffers
 
-def open_log(path, step):
-    """Open log.txt for appending.
+def truncate_and_open_log(path, step):
+    """Open log.txt for appending, after removing the lines of `step` and of later steps.
 
-    First cut the file off at the first line of `step` or of a later step, since these steps will be
-    repeated.
+    These steps will be repeated. Everything after the first such line is removed.
     """
     file = open(path, "ab", buffering=0)  # each line is visible at once
     kept = 0  # number of bytes
@@ -2348,7 +2351,7 @@ def print_sample(run):
 def sample_only(cfg, start, device):
     """Print cfg.sample samples from the model with the weights in `start`, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = build_model(cfg, gpt_config_of_run(cfg, start.model_of)).to(device)
+    model = build_model(cfg, gpt_config_of_run(cfg, start.weights)).to(device)
     load_weights(model, start.weights)
     print0(f"Samples from {start.weights.source}:")
     for i in range(cfg.sample):
@@ -2542,22 +2545,21 @@ def check_same_function(ours, hf_model, end_of_text):
 def converted_to_todays_format(checkpoint):
     """Convert a checkpoint to the current format, and return it.
 
-    A checkpoint has no version number. Its age is inferred from its entries. Each of the following
-    functions converts an older format to the next newer one. A still older checkpoint goes through
-    all of them. (The last one does nothing if there is nothing to rename.)
+    A checkpoint has no version number. Its age is inferred from its entries. Each step converts one
+    format to the next newer one, so the oldest checkpoints go through all steps.
     """
-    if "model" in checkpoint:
+    if "model" in checkpoint:  # written on or before 23 November 2026
         checkpoint = rename_entries(checkpoint)
-    if "state" not in checkpoint:
+    if "state" not in checkpoint:  # written on or before 24 November 2026
         checkpoint = move_into_state(checkpoint)
+    # Groups written on or before 25 November 2026 are changed. Newer ones stay as they are
     rename_to_initial(checkpoint["state"].get("optimizers", []))
     return checkpoint
 
 def rename_entries(checkpoint):
-    """Convert a checkpoint written on or before 23 November 2026.
+    """Give the entries of a checkpoint their newer names.
 
-    Some entries had other names. The attributes of State are left at the top level, where
-    move_into_state() finds them.
+    The attributes of State stay at the top level. move_into_state() expects them there.
     """
     checkpoint = dict(checkpoint)
     # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
@@ -2573,18 +2575,15 @@ def rename_entries(checkpoint):
     return checkpoint
 
 def move_into_state(checkpoint):
-    """Convert a checkpoint written on or before 24 November 2026.
-
-    The attributes of State were stored at the top level, not in an entry named "state".
-    """
+    """Move the attributes of State from the top level of a checkpoint to an entry "state"."""
     others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
     state = {name: value for name, value in checkpoint.items() if name not in others}
     return {name: checkpoint[name] for name in others if name in checkpoint} | {"state": state}
 
 def rename_to_initial(optimizers):
-    """Convert the optimizers in a checkpoint written on 24 or 25 November 2026.
+    """Rename an entry of each optimizer group to "initial".
 
-    Their groups had an entry "as_built" and later "in_code", which is now called "initial".
+    It was called "as_built", and later "in_code".
     """
     for optimizer in optimizers:
         if "class" not in optimizer:  # For edits: an object that is not a torch.optim.Optimizer

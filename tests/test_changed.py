@@ -467,7 +467,7 @@ def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     for weights in (of_transformers, of_checkpoint):
         monkeypatch.setattr(t, "read_weights", lambda name: weights)
         cfg, start, _ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
-        assert cfg.width == t.gpt_config_of_run(cfg, start.model_of).width == 30.0
+        assert cfg.width == t.gpt_config_of_run(cfg, start.weights).width == 30.0
     with pytest.raises(t.UserError, match="width is 30.0 in the weights w: leave out --width"):
         t.resolve_config(flags | {"log_dir": str(tmp_path / "log"), "width": "31"})
 
@@ -972,5 +972,5 @@ def test_small_values_keep_their_digits_in_the_log(tmp_path):
         t.write_log(run, 3, "gate", value)
     run.folder.log.close()
     assert [value for _, value in t.read_metrics(tmp_path)["gate"]] == [7e-5, -3.2e-8, 0.0, 0.25]
-    t.open_log(tmp_path / "log.txt", 3).close()
+    t.truncate_and_open_log(tmp_path / "log.txt", 3).close()
     assert not (tmp_path / "log.txt").read_bytes()  # all lines were of step 3

@@ -214,7 +214,7 @@ def test_lines_of_repeated_steps_are_removed_from_a_log(tmp_path, monkeypatch):
     for rest in (b"12 train 1.0\n# no\n", b"13 val nan\n", b"12 my gate -1.0\n", b"11 tra", b"1",
                  b"# half", b""):
         path.write_bytes(kept + rest)
-        with t.open_log(path, 12) as log:
+        with t.truncate_and_open_log(path, 12) as log:
             log.write(b"12 train 2.0\n")
             assert path.read_bytes() == kept + b"12 train 2.0\n", rest
     monkeypatch.setattr("builtins.print", mock.Mock(side_effect=OSError("No space left")))

@@ -76,7 +76,7 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     save_shards(tmp_path / "shards")
     cfg, start, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
     assert cfg == t.Config(data="shards", encoding="bytes", n_layer=5, seed=7)
-    assert start == t.StartingPoint(model_of=None, weights=None, checkpoint=None)
+    assert start == t.StartingPoint()
     gpt_config = t.gpt_config_of_run(cfg)
     assert gpt_config == t.GPTConfig(n_vocab=257, vocab_size=384, n_layer=5)
     assert "Config" in lines and "SMALL" not in lines
@@ -96,7 +96,7 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
     cfg, start, lines = t.resolve_config(given)
     assert start.weights is weights and start.checkpoint is None
-    gpt_config = t.gpt_config_of_run(cfg, start.model_of)
+    gpt_config = t.gpt_config_of_run(cfg, start.weights)
     assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
     assert "FINETUNE" in lines and "weights   weights sets encoding='bytes' (not 'gpt2')" in lines
     assert "T=64 (not 1024), n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
