@@ -914,8 +914,8 @@ def resolve_config(flags, device=torch.device("cpu")):
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    # The values that are not the defaults in Config. Those of flags are still text, which
-    # make_config() converts
+    # These values replace the defaults in Config. Values of flags are still text, and make_config()
+    # converts them
     chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, chosen)
     start = find_start(cfg, device)
