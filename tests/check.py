@@ -797,8 +797,7 @@ class Check:
         notes += self.notes_about_processes() + self.notes_about_warnings()
         log = self.base.log
         return (notes + self.notes_about_metrics() + notes_about_constants(log)
-                + notes_about_equal_metrics(log)
-                + notes_about_clipped_metrics(log, self.plan.constants.get("grad_clip", 0)))
+                + notes_about_equal_metrics(log))
 
     def notes_about_progress(self):
         """Return a note if the loss falls much less than without the edit."""
@@ -954,22 +953,6 @@ def notes_about_equal_metrics(log):
             notes.append(f"{one} and {other} are the same digit for digit in {len(steps)} steps. "
                          "Perhaps both are computed from the same data, or one is a value that "
                          "was kept from the other.")
-    return notes
-
-def notes_about_clipped_metrics(log, grad_clip):
-    """Return notes on metrics that equal grad_clip whenever the gradient's norm is larger."""
-    values = defaultdict(dict)
-    for (step, metric), value in log.items():
-        values[metric][step] = float(value)
-    clipped = {step for step, norm in values.pop("norm", {}).items() if norm > 1.01 * grad_clip > 0}
-    notes = []
-    for metric, of_metric in values.items():
-        steps = clipped & of_metric.keys()
-        if len(steps) > 1 and all(math.isclose(of_metric[step], grad_clip, rel_tol=1e-3)
-                                  for step in steps):
-            notes.append(f"{metric} is {grad_clip:g}, as grad_clip, in all {len(steps)} steps in "
-                         "which the norm of the gradient is larger. Probably it is measured after "
-                         "clip_grad_norm_() has changed the gradients.")
     return notes
 
 # ---- The command

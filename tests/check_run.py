@@ -306,11 +306,12 @@ class Watched:
         self.factors = watch_learning_rates(t, run)
         self.overwritten = watch_overwritten_rates(t)
         self.between = watch_average(run.state)
-        self.clipped, self.factors_of_clipping, self.norms = watch_clipping(t)
+        self.clipped, self.factors_of_clipping, self.norms, self.measured = watch_clipping(
+            t, run.state)
         self.seeds = watch_seeds(run.state)
         self.optimizers = list(run.state.optimizers)
         self.integers, self.first_step = integers_of(run.state), run.state.step
-        self.samples = watch_weights(run.state)
+        self.samples, self.averages = watch_weights(run.state)
         self.first_update = watch_first_update(t, run)
         self.buffers = {name: crc_of(b) for name, b in run.state.raw_model.named_buffers()}
 
@@ -339,10 +340,12 @@ class Watched:
             *noted(notes_about_zero_attributes, state),
             *noted(notes_about_padding, model),
             *noted(notes_about_average, state, self.samples),
+            *noted(notes_about_uneven_average, self.samples, self.averages),
             *([] if noted(notes_about_copies, state) else self.between),
             *noted(notes_about_buffers, state, self.buffers),
             *noted(notes_about_clipping, state, self.clipped, self.norms),
             *noted(notes_about_small_gradients, self.factors_of_clipping),
+            *noted(notes_about_clipped_norms, self.measured),
             *noted(notes_about_seeds, self.seeds),
             *noted(notes_about_repeated_rows, rows),
             *noted(notes_about_shifts, report["shifted"]),
@@ -395,31 +398,39 @@ def watch_validation(t):
         t.validation_loss = functools.wraps(original)(validation_loss)
     return loaders
 
-def watch_clipping(t):
-    """Return a set and two lists that are filled during training.
+def watch_clipping(t, state):
+    """Return a set and three lists that are filled during training.
 
     The set gets the ids of the parameters that are given to clip_grad_norm_(). The first list gets
     the factor by which each call multiplies gradients. The second list gets a pair
     for each step that calls it several times, with different parameters: the norm that train_step()
     returns, and the norm of the gradients of all these parameters together. Steps with other norms
-    than the usual one (norm_type), or in which a gradient is not finite, are left out.
+    than the usual one (norm_type), or in which a gradient is not finite, are left out. The third
+    list gets the functions that compute a norm of gradients after clip_grad_norm_() has changed
+    them, and before an optimizer uses them.
     """
-    clipped, factors, norms, calls = set(), [], [], []
+    clipped, factors, norms, measured, calls = set(), [], [], [], []
+    window = contextlib.ExitStack()  # the time in which gradients are clipped and not yet used
+    before_each_step(state, lambda optimizer: window.close())
     clip, step = torch.nn.utils.clip_grad_norm_, getattr(t, "train_step", None)
 
     def clip_grad_norm_(parameters, *args, **kwargs):
         parameters = [parameters] if torch.is_tensor(parameters) else list(parameters)
         clipped.update(map(id, parameters))
+        window.close()
         norm = clip(parameters, *args, **kwargs)
         is_usual = (args[1] if len(args) > 1 else kwargs.get("norm_type", 2.0)) == 2.0
         if norm > 0:
             factors.append(min(1.0, float((args[0] if args else kwargs["max_norm"]) / norm)))
+            if factors[-1] < 0.99:
+                window.enter_context(WatchNorms(parameters, measured))
         calls.append((list(map(id, parameters)), norm if is_usual else math.nan))
         return norm
 
     def train_step(*args, **kwargs):
         calls.clear()
-        result = step(*args, **kwargs)
+        with window:
+            result = step(*args, **kwargs)
         ids = [one for of_call, _ in calls for one in of_call]
         with contextlib.suppress(Exception):  # an edit may return something else
             _, returned = result
@@ -432,7 +443,25 @@ def watch_clipping(t):
         setattr(t, name, clip_grad_norm_)
     if step:
         t.train_step = functools.wraps(step)(train_step)
-    return clipped, factors, norms
+    return clipped, factors, norms, measured
+
+class WatchNorms(torch.overrides.TorchFunctionMode):
+    """Appends to `measured` the names of functions that compute a norm of these gradients."""
+    NAMES = {"norm", "linalg_norm", "linalg_vector_norm", "_foreach_norm", "square", "pow"}
+
+    def __init__(self, parameters, measured):
+        super().__init__()
+        self.gradients = {p.grad.data_ptr() for p in parameters if p.grad is not None}
+        self.measured = measured
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in self.NAMES and args:
+            tensors = args[0] if isinstance(args[0], (list, tuple)) else [args[0]]
+            if any(torch.is_tensor(tensor) and tensor.data_ptr() in self.gradients
+                   for tensor in tensors):
+                self.measured.append(name)
+        return func(*args, **kwargs or {})
 
 def watch_seeds(state):
     """Return {seed: set of steps}, to which seeds of torch's and NumPy's generators are added."""
@@ -578,18 +607,23 @@ def watch_first_update(t, run):
     return sizes
 
 def watch_weights(state):
-    """Return {step: a sample of raw_model's weights before this step}, filled during training."""
-    samples = {}
+    """Return two dicts {step: a sample of the weights before this step}, filled during training.
+
+    The first one is for raw_model, and the second one for eval_model, if it is a different model.
+    """
+    samples, averages = {}, {}
 
     def look(optimizer):
         if state.step not in samples:
             samples[state.step] = sample_of_weights(state.raw_model)
+            if state.eval_model is not state.raw_model:
+                averages[state.step] = sample_of_weights(state.eval_model)
     before_each_step(state, look)
-    return samples
+    return samples, averages
 
 def sample_of_weights(model):
-    """Return a few elements of each parameter as one tensor (N,), in float64 on the CPU."""
-    return torch.cat([p.detach().flatten()[:64].double().cpu() for p in model.parameters()])
+    """Return {name: a few elements of this parameter (n,), in float64 on the CPU}."""
+    return {name: p.detach().flatten()[:64].double().cpu() for name, p in model.named_parameters()}
 
 def watch_average(state):
     """Return a list, to which a note is added if eval_model changes between two optimizers' steps.
@@ -645,6 +679,26 @@ def notes_about_muon(state):
                       for name, p in zip(names, group["params"])
                       if name.endswith("c_attn.weight") and p.size(0) != 3 * p.size(1)]
     return notes[:1]
+
+def notes_about_thirds(state, x):
+    """Return a note if Muon splits c_attn.weight, but not into query, key and value.
+
+    x: token ids (B, T).
+    """
+    names = [name for optimizer in state.optimizers if type(optimizer).__name__ == "Muon"
+             for group in optimizer.param_groups for name in group["param_names"]]
+    model = state.raw_model
+    for name, p in model.named_parameters():
+        if not name.endswith("h.0.attn.c_attn.weight") or p.size(0) != 3 * p.size(1):
+            continue
+        with torch.enable_grad(), WatchDimensions() as watch:
+            model(x)
+            gradient, = torch.autograd.grad(watch.queries[0].float().square().sum(), p)
+        if gradient[p.size(1):].any() and any(name.endswith(of_muon) for of_muon in names):
+            return [f"queries depend on more than the first third of {name}. Muon.step() treats "
+                    "its three thirds as the matrices of query, key and value. Change Muon.step(), "
+                    "or the order in which attention splits the output of c_attn."]
+    return []
 
 def notes_about_longer_runs(t, cfg):
     """Return a note if the rows of a step depend on max_steps."""
@@ -1063,7 +1117,9 @@ def notes_about_average(state, samples):
                     "average, each update changes it by less than the rounding of this dtype, so "
                     "it may stop changing. Keep averages in float32."]
     samples = samples | {state.step: sample_of_weights(state.raw_model)}
-    shares = shares_in_average(list(samples.values()), sample_of_weights(state.eval_model))
+    samples = [torch.cat(list(sample.values())) for sample in samples.values()]
+    average = torch.cat(list(sample_of_weights(state.eval_model).values()))
+    shares = shares_in_average(samples, average)
     if not shares:
         return []
     total, initial, last = sum(shares), shares[0], shares[-1]
@@ -1093,6 +1149,29 @@ def shares_in_average(samples, average):
     error = (matrix @ factors - average[:, None]).norm()
     moved = (matrix[:, 0] - matrix[:, -1]).norm()
     return factors.flatten().tolist() if error < 1e-3 * moved else None
+
+def notes_about_uneven_average(samples, averages):
+    """Return a note if a step moves some weights of eval_model further than others.
+
+    samples, averages: what watch_weights() returned.
+    """
+    if len(averages) < 2:
+        return []
+    *_, before, after = averages  # the last two steps
+    moved = {}  # {name: which part of the way to the weight in raw_model a running average moved}
+    for name, old in averages[before].items():
+        way, change = samples[after][name] - old, averages[after][name] - old
+        if way.norm() > 1e-4 * old.norm():
+            part = (change @ way / (way @ way)).item()
+            if (change - part * way).norm() < 0.01 * way.norm():
+                moved[name] = part
+    usual = statistics.median(moved.values()) if moved else 0.0
+    others = [name for name, part in moved.items() if not math.isclose(part, usual, rel_tol=0.1)]
+    if not others or not 0 < usual < 1:
+        return []
+    return [f"one step moves eval_model by {usual:.2g} of the way to the weights of raw_model, but "
+            f"{others[0]} by {moved[others[0]]:.2g}. Check that it is updated once per step. "
+            "(state_dict() contains a tied weight twice, but parameters() contains it once.)"]
 
 def notes_about_buffers(state, begin):
     """Return a note if training changes a buffer of raw_model, but not the one of eval_model.
@@ -1342,6 +1421,16 @@ def notes_about_small_gradients(factors):
     return [f"clip_grad_norm_() multiplies gradients by {statistics.median(factors):.2g} (the "
             "median of all calls). Updates by AdamW and Muon hardly show this. Check its max_norm."]
 
+def notes_about_clipped_norms(measured):
+    """Return a note on norms of gradients that clip_grad_norm_() has changed.
+
+    measured: what watch_clipping() returned.
+    """
+    if not measured:
+        return []
+    return ["after clip_grad_norm_() has made the gradients smaller, a norm of them is computed. "
+            "If it is a metric, compute it before clip_grad_norm_() is called."]
+
 def notes_about_validation(both):
     """Return a note if validation reads training data. both: from training_and_validation()."""
     if both["equal_val_rows"] > 0.2 * both["val_rows"]:
@@ -1516,13 +1605,14 @@ class WatchDimensions(torch.overrides.TorchFunctionMode):
     """Records operations that normalize over a dimension other than the last one.
 
     It also records attention that cannot become sharp. found: {description: None}. attention:
-    pairs (q, k) of scaled_dot_product_attention(). targets: those of cross_entropy().
+    pairs (q, k) of scaled_dot_product_attention(), without gradients. queries: q, with gradients.
+    targets: those of cross_entropy().
     """
     DEFAULTS = {"normalize": 1, "softmax": None, "log_softmax": None, "logsumexp": None}
 
     def __init__(self):
         super().__init__()
-        self.found, self.attention, self.targets = {}, [], []
+        self.found, self.attention, self.queries, self.targets = {}, [], [], []
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
@@ -1532,6 +1622,7 @@ class WatchDimensions(torch.overrides.TorchFunctionMode):
             is_causal = kwargs.get("is_causal", args[5] if len(args) > 5 else False)
             self.found |= dict.fromkeys(notes_about_causal_mask(*args[:2], is_causal))
             self.attention.append((args[0].detach(), args[1].detach()))
+            self.queries.append(args[0])
         if name == "cross_entropy":
             target = kwargs["target"] if len(args) < 2 else args[1]
             self.targets.append((target, sums_of(kwargs["input"] if x is None else x)))
@@ -1735,8 +1826,10 @@ def examine(run, tolerance):
     try:
         logits = raw_model(x)[0].float()
         raw_model.train()  # late, because a forward pass may change buffers
-        with buffers_restored(raw_model):
-            gap = (raw_model(x)[0].float() - logits).abs().max().item()
+        gap = 0.0
+        for _ in range(8):  # random numbers may by chance leave the model as it is
+            with buffers_restored(raw_model):
+                gap = max(gap, (raw_model(x)[0].float() - logits).abs().max().item())
         report["later_in_training"] = leak_problem(raw_model, x, tolerance / 10)
         report["modes"] = gap if gap > tolerance * max(1.0, logits.abs().max().item()) else 0.0
     except Exception as e:
@@ -1749,6 +1842,7 @@ def examine(run, tolerance):
     leaks = any(isinstance(report[name], list) for name in ("later", "later_in_training"))
     report["notes"] += drawn + notes_in_training_mode(raw_model, x, y, leaks)
     raw_model.eval()
+    report["notes"] += noted(notes_about_thirds, run.state, x)
     report["samples"] = report["samples"] or sample_problem_if_sharpened(model, x, T, tolerance)
     return report
 

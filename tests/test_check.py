@@ -262,7 +262,7 @@ def test_which_runs_are_planned(monkeypatch):
     assert (usual.B, usual.half_B, usual.no_processes) == (4, 2, "")
     assert (usual.common["eval_every"], usual.saved, usual.first_saved) == (5, 17, 7)
     assert [plan(words=[f"--steps={n}"]).saved for n in (4, 5, 8, 60)] == [2, 2, 5, 53]
-    assert usual.common["val_tokens"] == 15 * 16 and usual.common["warmup_steps"] == 5
+    assert usual.common["val_tokens"] == 13 * 16 and usual.common["warmup_steps"] == 5
     assert plan(words=["--dtype=bfloat16"], dtype="bfloat16").common["dtype"] == "bfloat16"
     odd = plan(total_batch_size=3 * 16, B=3)
     assert odd.half_B == 1 and "3 rows" in odd.no_processes and odd.saved == odd.first_saved == 2
@@ -583,7 +583,7 @@ def test_an_average_with_unusual_shares_is_noted(factors, expected):
     model, average = torch.nn.Linear(8, 8), torch.nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = types.SimpleNamespace(raw_model=model, eval_model=average, optimizers=[optimizer])
-    samples = check_run.watch_weights(state)
+    samples, _ = check_run.watch_weights(state)
     generator = torch.Generator().manual_seed(0)
     for p in average.parameters():
         p.data.zero_()
@@ -597,6 +597,37 @@ def test_an_average_with_unusual_shares_is_noted(factors, expected):
     assert notes == [] if expected is None else expected in notes[0]
     state.eval_model = model
     assert check_run.notes_about_average(state, samples) == []
+
+def average_by_state_dict(model, average):
+    """Update an average, but a tied weight twice, since state_dict() contains it twice."""
+    for key, value in average.state_dict().items():
+        value.lerp_(model.state_dict()[key], 0.1)
+
+@torch.no_grad()
+def average_by_parameters(model, average):
+    for of_average, p in zip(average.parameters(), model.parameters()):
+        of_average.lerp_(p, 0.1)
+
+@pytest.mark.parametrize("update, n", [
+    (average_by_state_dict, 1), (average_by_parameters, 0), (lambda model, average: None, 0)])
+def test_an_average_that_moves_some_weights_further_is_noted(update, n):
+    model = torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(3)))
+    model[2].weight = model[0].weight
+    average = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = types.SimpleNamespace(raw_model=model, eval_model=average, optimizers=[optimizer])
+    samples, averages = check_run.watch_weights(state)
+    for state.step in range(3):
+        for p in model.parameters():
+            p.grad = torch.randn_like(p)
+        optimizer.step()
+        update(model, average)
+    notes = check_run.notes_about_uneven_average(samples, averages)
+    assert len(notes) == n
+    if notes:
+        assert notes[0].startswith("one step moves eval_model by 0.1 of the way to the weights of "
+                                   "raw_model, but 0.weight by 0.19.")
+    assert check_run.notes_about_uneven_average(samples, {}) == []
 
 def test_an_average_in_16_bits_is_noted():
     model = torch.nn.Linear(8, 8)
@@ -740,11 +771,11 @@ def test_gradients_that_are_not_clipped_and_wrong_norms_are_noted(monkeypatch, c
         return 0.0, clip(model)
     train_step.calls = 0
     script = types.SimpleNamespace(train_step=train_step, clip=torch.nn.utils.clip_grad_norm_)
-    clipped, factors, norms = check_run.watch_clipping(script)
+    state = types.SimpleNamespace(raw_model=model, optimizers=[])
+    clipped, factors, norms, _ = check_run.watch_clipping(script, state)
     script.train_step.calls = 0  # an edit may use attributes of its functions
     script.train_step(None)
     assert script.clip is torch.nn.utils.clip_grad_norm_
-    state = types.SimpleNamespace(raw_model=model)
     notes = check_run.notes_about_clipping(state, clipped, norms)
     assert len(notes) == bool(says) and all(note.startswith(says) for note in notes)
     assert check_run.notes_about_small_gradients(factors) == []
@@ -752,7 +783,8 @@ def test_gradients_that_are_not_clipped_and_wrong_norms_are_noted(monkeypatch, c
 def test_gradients_that_clipping_makes_small_are_noted(monkeypatch):
     """A limit that is exceeded a little, or in a few steps only, gives no note."""
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
-    _, factors, _ = check_run.watch_clipping(types.SimpleNamespace())
+    state = types.SimpleNamespace(optimizers=[])
+    _, factors, _, _ = check_run.watch_clipping(types.SimpleNamespace(), state)
     p = torch.nn.Parameter(torch.ones(1))
     for limits, n in (((2.0, 1.0, 0.5, 0.5), 0), ((9.0, 9.0, 0.01, 0.01), 0),
                       ((0.01, 0.02, 0.02, 9.0), 1)):
@@ -1044,15 +1076,38 @@ def test_two_metrics_with_the_same_values_are_noted():
     note, = check.notes_about_equal_metrics(log)
     assert note.startswith("val and new are the same digit for digit in 2 steps.")
 
-def test_a_metric_that_is_measured_after_clipping_is_noted():
-    """It equals grad_clip in the steps whose gradient is clipped, and not in the others."""
-    log = {(0, "norm"): "2.0", (1, "norm"): "0.5", (2, "norm"): "3.0", (0, "mine"): "0.999999",
-           (1, "mine"): "0.5", (2, "mine"): "1.0", (0, "before"): "2.0", (2, "before"): "1.0",
-           (0, "nan"): "nan"}
-    note, = check.notes_about_clipped_metrics(log, 1.0)
-    assert note.startswith("mine is 1, as grad_clip, in all 2 steps in which")
-    assert check.notes_about_clipped_metrics(log, 0.0) == []
-    assert check.notes_about_clipped_metrics(log, 2.5) == []  # one step is not enough
+@pytest.mark.parametrize("limit, measure, n", [
+    (1.0, lambda model: model.weight.grad.norm(), 1),
+    (1.0, lambda model: torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]), 1),
+    (1.0, lambda model: (model.bias.grad ** 2).sum(), 1),
+    (1.0, lambda model: model.weight.norm(), 0),           # a norm of weights
+    (9.0, lambda model: model.weight.grad.norm(), 0)])     # gradients that were not clipped
+def test_norms_that_are_measured_after_clipping_are_noted(monkeypatch, limit, measure, n):
+    """A norm that is measured before clipping, or by the optimizer, gives no note."""
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", torch.nn.utils.clip_grad_norm_)
+    model = torch.nn.Linear(2, 1)
+
+    class Mine(torch.optim.SGD):
+        def step(self, closure=None):
+            model.weight.grad.norm()
+            super().step()
+    optimizer = Mine(model.parameters(), lr=0.1)
+
+    def train_step(run):
+        for p in model.parameters():
+            p.grad = torch.full_like(p, 2.0)
+            p.grad.norm()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), limit)
+        measure(model)
+        optimizer.step()
+        return 0.0, norm
+    script = types.SimpleNamespace(train_step=train_step)
+    state = types.SimpleNamespace(raw_model=model, optimizers=[optimizer])
+    *_, measured = check_run.watch_clipping(script, state)
+    for _ in range(2):
+        script.train_step(None)
+    notes = check_run.notes_about_clipped_norms(measured)
+    assert len(notes) == n and all("after clip_grad_norm_()" in note for note in notes)
 
 def test_validation_sets_are_those_that_are_read():
     """An edited validation_loss() may return what it has kept, without reading the given loader."""
@@ -1548,6 +1603,26 @@ def test_c_attn_that_muon_does_not_split_is_noted():
     assert notes(8, "h.0.attn.c_attn.lora_a") == []
     note, = notes(8)
     assert note.startswith("Muon treats h.0.attn.c_attn.weight, (8, 4), as one matrix")
+
+def test_a_c_attn_that_muon_splits_in_the_wrong_way_is_noted():
+    """Its thirds must belong to query, key and value. With AdamW, any order is right."""
+    class Interleaved(train_gpt2.CausalSelfAttention):
+        def forward(self, x):
+            B, T, C = x.shape
+            q, k, v = self.c_attn(x).view(B, T, self.n_head, 3, C // self.n_head).unbind(3)
+            y = torch.nn.functional.scaled_dot_product_attention(
+                *(part.transpose(1, 2) for part in (q, k, v)), is_causal=True)
+            return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+    x = torch.arange(8)[None]
+    for attention, optimizer, n in ((train_gpt2.CausalSelfAttention, "muon", 0),
+                                    (Interleaved, "adamw", 0), (Interleaved, "muon", 1)):
+        with mock.patch.object(train_gpt2, "CausalSelfAttention", attention):
+            model = one_layer()
+        optimizers = train_gpt2.configure_optimizers(model, train_gpt2.Config(optimizer=optimizer))
+        state = types.SimpleNamespace(raw_model=model, optimizers=optimizers)
+        notes = check_run.notes_about_thirds(state, x)
+        assert len(notes) == n
+    assert notes[0].startswith("queries depend on more than the first third of transformer.h.0.at")
 
 def test_batches_that_depend_on_the_length_of_the_run_are_noted():
     cfg = train_gpt2.Config(max_steps=100)
