@@ -540,12 +540,12 @@ def manifest_settings(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    last_number = shards[-1].end.file_number  # of the file in which the last shard ends
+    # The number of the file in which the last shard ends. If the corpus ended there, the number is
+    # one too high: it is the number that the next file would have. If such a file is added later,
+    # it changes the settings, and find_finished() reports it.
+    last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files[:last_number + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
-    # At the end of the corpus, last_number is len(files), so the settings include all files. If a
-    # file is added to the corpus later, its number is last_number, so the settings change, and
-    # find_finished() reports it.
     return settings
 
 def read_manifest(path):
@@ -599,9 +599,9 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    Raise UserError if training shards have no manifest, or were made with different settings. If
-    only a validation shard was made with different settings (perhaps the corpus was too short for
-    training shards), return [], so that it is made again.
+    Raise UserError if there are training shards, and they have no manifest or were made with
+    different settings. If there is only a validation shard (perhaps because the corpus was too
+    short), return [] in these cases, so that it is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -612,7 +612,7 @@ def find_finished(cfg, files):
                             f"were made: restore it, or choose a different --local_dir.")
         return []
     settings_before, shards = read_manifest(manifest)
-    # The settings with which this command would make the same shards
+    # What the manifest of these shards would contain if they had been made by this command
     settings_now = manifest_settings(cfg, files, shards)
     changes = []
     for name in settings_before | settings_now:

@@ -144,12 +144,8 @@ FINETUNE = dict(
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
 # draw_later() only records the std of a layer's weight as init_std. When GPT.__init__ has built all
-# layers, init_weights() draws each weight that has an init_std
-#
-# For edits: until it is drawn, all elements of a weight are equal to PLACEHOLDER. Elements that a
-# layer sets itself, for example to 0, differ from it, so init_weights() leaves them as they are.
-# And if an edit multiplies or copies a weight before it is drawn, its elements are so large that
-# check_parameters() in part two notices it and stops the run before the first step
+# layers, init_weights() draws each weight that has an init_std. Until then, all elements of such a
+# weight are equal to PLACEHOLDER
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -173,6 +169,10 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
+            # For edits: if a layer has set some elements itself, for example to 0, they are no
+            # longer equal to PLACEHOLDER, and keep their values. If an edit has multiplied or
+            # copied a whole weight before this point, it keeps huge values, because PLACEHOLDER is
+            # huge. check_parameters() in part two then stops the run before the first step
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -222,9 +222,7 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        # forward() does not call this module, but passes its probability p to the attention. (For
-        # edits: p is stored in a module, so that code that sets p of all nn.Dropout modules during
-        # training also finds this one)
+        # forward() does not call this module, but passes its probability p to the attention
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -380,7 +378,7 @@ def build_model(cfg, gpt_config):
 
 # ---- Data
 class DataLoaderLite:
-    """Cuts shards into rows, and reads them in an order that the seed determines.
+    """Cuts shards into numbered rows, and returns any of them by number.
 
     A row has T + 1 tokens. The model reads the first T tokens and predicts the last T. The rows of
     a shard begin at its tokens 0, T, 2 T and so on, so the last token of a row is also the first
@@ -388,9 +386,9 @@ class DataLoaderLite:
 
     An epoch reads each row once, one shard after another. With `shuffle`, both the order of the
     shards and the order of the rows in a shard are random, and are drawn from (seed, epoch). Rows
-    are numbered in the order in which they are read, over all epochs. For example, if the shards
-    have 12 rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows,
-    in a different order, as row numbers 12 to 23.
+    are numbered in the order in which training reads them, over all epochs. For example, if the
+    shards have 12 rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same
+    rows, in a different order, as row numbers 12 to 23.
 
     With `recut`, which is used for text files if they are shuffled, each epoch cuts the text into
     rows at different tokens. So even a small text yields new rows in each epoch.
@@ -610,7 +608,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time, without the first step after each start
+    minutes: float = 0.0          # training time, without the first step after a start or restart
     tokens: int = 0               # number of tokens that the model has been trained on
 
     @property
@@ -681,7 +679,7 @@ def read_step(run):
     change inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
-    check_rows_of_step(cfg, step)  # For edits: rows_before() may have been edited
+    check_B_divides_rows(cfg, step)  # For edits: rows_before() may have been edited
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
     first_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
@@ -820,7 +818,7 @@ def train(run):
 # train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring and
 # the end of a run
 
-# ---- What a command starts from: the Weights of a trained model, a checkpoint, or neither. A
+# ---- What a command starts from: the Weights of a trained model, and the checkpoint of a run. A
 # checkpoint is a dict that is stored as a file in log_dir. It has these entries:
 #
 #     state         State.state_dict(), from which a run is resumed
@@ -846,10 +844,15 @@ class Weights:
 
 @dataclass
 class StartingPoint:
-    """What a command starts from (see find_start).
+    """What a command starts from.
 
-    If there are weights, the model has their constants, and otherwise those in Config. A new run
-    and --sample also load the weights. A resumed run restores its State from the checkpoint.
+    weights: they determine the constants of the model (without weights, Config does). They are
+    loaded into the model, unless there is a checkpoint.
+    checkpoint: State is restored from it.
+
+    A new run from scratch has neither, a new run with init_from has weights, and so has --sample. A
+    resumed run has a checkpoint. If it began with init_from, it also has weights, but uses only
+    their constants.
     """
     weights: Weights | None = None
     checkpoint: dict | None = None
@@ -1679,7 +1682,8 @@ def restore_state(state, saved):
         value = getattr(state, name, None)
         if is_stateful(value):
             load_object(value, saved_value)
-        else:  # put tensors on the device of the current one or, by default, of the model
+        else:
+            # If the attribute is a tensor now, stay on its device. Otherwise use the model's device
             setattr(state, name, moved(saved_value, getattr(value, "device", device)))
 
 def check_is_complete(saved, state):
@@ -1727,14 +1731,14 @@ def moved(content, device):
     return content.to(device) if torch.is_tensor(content) else content
 
 # ---- Optimizers in a checkpoint. An optimizer group holds hyperparameters such as lr and momentum.
-# When a run is resumed, a hyperparameter that was edited in the code gets its new value. Every
-# other one is restored from the checkpoint, since training may have changed it. (Each step sets lr,
-# and your own optimizer may, for example, count steps in a group.)
+# Code that builds groups, such as configure_optimizers(), may be edited before a run is resumed.
+# (Constants such as max_lr may not: check_same_training() compares them.) Then an edited
+# hyperparameter gets its new value. All others are restored from the checkpoint, since training may
+# have changed them. (Each step sets lr, and your own optimizer may count steps in a group.)
 #
-# To find out what was edited, each group has an entry "initial": a dict of the hyperparameters with
-# which the code built the group. A checkpoint contains it too. If a hyperparameter has another
-# initial value in the code now than in the checkpoint, it was edited. (One of them is peak_lr, so
-# this also covers the learning rate)
+# So it matters whether the initial value of a hyperparameter, with which the group is built, was
+# edited. Therefore each group has an entry "initial", a dict of these values, which is saved in
+# checkpoints. What differs between the "initial" of the code and that of the checkpoint was edited
 def store_initial_hyperparameters(optimizers):
     """Copy the hyperparameters of each optimizer group to group["initial"], and lr to peak_lr.
 
@@ -1765,7 +1769,7 @@ def load_optimizer(optimizer, saved):
     groups = []
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         # `group` keeps what was edited, and its "initial". Everything else is restored. (This
-        # includes "params", which load_state_dict() expects in the form that they have here)
+        # includes the "params" of saved_group, which are numbers, as load_state_dict() expects)
         restored = {name: value for name, value in saved_group.items()
                     if name != "initial" and not was_edited(name, group, saved_group)}
         groups.append(group | moved(restored, device))
@@ -1900,7 +1904,7 @@ class RunFolder:
         if rank() != 0:
             return
         remove_unfinished(self.path)  # files that a killed run was writing
-        if not continues:  # a log can only be of a run that ended before its first save
+        if not continues:  # there may be a log, if an earlier run ended before its first save
             self.set_aside("log.txt")
         if not continues or step < self.cfg.max_steps:  # an exported model becomes outdated
             self.set_aside("hf")
@@ -1981,7 +1985,8 @@ class RunFolder:
         """Delete checkpoints that need not be kept, now that the one for `step` has been written.
 
         Keep the two newest checkpoints, those at multiples of keep_every, and the one with the
-        lowest validation loss.
+        lowest validation loss. (Damaged checkpoints of later steps, which could not be resumed
+        from, are not touched.)
         """
         found = find_checkpoints(self.path)  # {step: path}
         older = [other_step for other_step in found if other_step < step]  # the newest step first
@@ -2083,7 +2088,7 @@ def check_parameters(raw_model, optimizers):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
-def check_rows_of_step(cfg, step):
+def check_B_divides_rows(cfg, step):
     """Raise UserError if the rows of a step are not a multiple of B * processes."""
     rows = rows_of_step(cfg, step)
     if rows < 1 or rows % (cfg.B * world_size()):
@@ -2165,8 +2170,8 @@ def write_log(run, step, metric, value):
 
 def gather_from_ranks(loss, norm, signal_came):
     """Return three lists with one entry per process: loss, norm, whether it received a signal."""
-    # The CPU waits for the GPU in tolist(). Create this tensor on the GPU, since copying it there
-    # would make the CPU wait a second time
+    # The CPU waits for the GPU in tolist(). full_like() creates the flag on the GPU, since copying
+    # it there would make the CPU wait a second time
     mine = torch.stack((loss, norm, torch.full_like(loss, signal_came)))
     everyones = [mine.clone() for _ in range(world_size())]
     if world_size() > 1:
