@@ -3,6 +3,7 @@
 Importing torch and transformers takes seconds. Most runs of train_gpt2.py are therefore forked from
 one process that has already imported them. Other runs start the script in the way that a user does.
 """
+import functools
 import hashlib
 import http.server
 import itertools
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import time
 import urllib.parse
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import forkserver
 from pathlib import Path
 from unittest.mock import MagicMock, patch
@@ -38,6 +40,42 @@ TINY = dict(
     optimizer="adamw", muon_lr_ratio=1.0, max_steps=30, max_lr=1e-2, warmup_steps=5,
     print_every=1, eval_every=5, val_tokens=1024, hellaswag_every=0, sample_every=0,
     save_every=5, keep_every=0, dtype="float32", device="cpu")
+
+# ------------------------------------------------------- tests that run beside the others
+STARTED = {}  # {test: its Future} of the tests that beside_others() decorates
+
+def beside_others(test):
+    """Decorate a test that starts programs and waits for them for ten seconds or so.
+
+    It runs in a thread while the other tests run, which saves a minute in all. Such a test gets
+    tmp_path, uses no other fixture, and passes cwd and ENV to its programs, because the working
+    directory and os.environ belong to the test that runs at the same time.
+    """
+    @functools.wraps(test)
+    def wait_for_test(tmp_path):
+        if test in STARTED:
+            STARTED[test].result()  # raises what the test has raised
+        else:
+            test(tmp_path)
+    wait_for_test.beside_others = test
+    return wait_for_test
+
+def pytest_collection_modifyitems(items):
+    """Move the tests that run beside the others to the end, when most of them have finished."""
+    items.sort(key=lambda item: hasattr(item.function, "beside_others"))
+
+@pytest.fixture(scope="session", autouse=True)
+def start_tests_beside_others(request, tmp_path_factory):
+    """Start the tests that run beside the others, one after another."""
+    executor = ThreadPoolExecutor(max_workers=1)
+    if not hasattr(request.config, "workerinput"):  # not in a process of pytest-xdist
+        for item in request.session.items:
+            test = getattr(item.function, "beside_others", None)
+            if test:
+                folder = tmp_path_factory.mktemp(item.name)
+                STARTED[test] = executor.submit(test, folder)
+    yield
+    executor.shutdown(cancel_futures=True)
 
 # ------------------------------------------------------- --device: CPU, GPU or simulated GPU
 DEVICES = ("cpu", "cuda", "simulated")
@@ -362,10 +400,10 @@ def run_command(command, cwd, env, timeout):
                           text=True, encoding="utf-8", errors="replace")
 
 def run_script(script, *args, cwd=None, env=None, timeout=180):
-    """Run `python <script> ...` as a user does. Return the CompletedProcess with text output."""
+    """Run `python <script> ...` with one thread. Return the CompletedProcess with text output."""
     simulation = [str(ROOT / "tests" / "simulated_gpu.py")] if is_simulated() else []
     command = [sys.executable, *simulation, str(ROOT / script), *map(str, args)]
-    return run_command(command, cwd, {**os.environ, **(env or {})}, timeout)
+    return run_command(command, cwd, ENV | (env or {}), timeout)
 
 def run_python(code, *args, cwd=None, env=None, timeout=180):
     """Run `python -c <code> ...` with one thread. The code can import the project's scripts."""

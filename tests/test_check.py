@@ -18,7 +18,7 @@ import check_run
 import numpy as np
 import pytest
 import torch
-from conftest import ENV, ROOT, TINY, until, write_text
+from conftest import ENV, ROOT, TINY, beside_others, until, write_text
 
 import train_gpt2
 
@@ -76,6 +76,7 @@ def outcomes(text):
                                if rest.startswith(outcome)), None)
     return found
 
+@beside_others
 def test_all_promises_of_the_script_hold(tmp_path):
     """Without an edit and without git, eleven promises hold. Three say why they are not checked.
 
@@ -94,6 +95,7 @@ def test_all_promises_of_the_script_hold(tmp_path):
     assert "--steps=12" in done.stdout
     assert not list(tmp_path.glob("check_gpt2_*"))
 
+@beside_others
 def test_broken_promises_are_named_with_their_cause(tmp_path):
     """An edit of a git checkout is compared with the commit, and each promise that it breaks is
     reported, with the attribute that a restart forgets."""
@@ -115,6 +117,7 @@ def test_broken_promises_are_named_with_their_cause(tmp_path):
     # Dropout is a cause only if validation uses it, and not if only check_run.py does
     assert "Random numbers are drawn in forward passes without gradient" not in done.stdout
 
+@beside_others
 def test_a_signal_ends_all_processes_and_deletes_the_folder(tmp_path):
     """SIGTERM during a check leaves neither processes nor temporary files behind."""
     script = copy_scripts(tmp_path)

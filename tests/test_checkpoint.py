@@ -23,8 +23,8 @@ from unittest import mock
 import pytest
 import torch
 from conftest import (
-    ENV, ROOT, TINY, Forked, assert_close_logs, assert_same, assert_same_logs, flags, load,
-    need_gpus, one_line, read_log, start_simulation, succeed, together, until, write_text)
+    ENV, ROOT, TINY, Forked, assert_close_logs, assert_same, assert_same_logs, beside_others, flags,
+    load, need_gpus, one_line, read_log, start_simulation, succeed, together, until, write_text)
 
 import train_gpt2 as t
 
@@ -34,14 +34,9 @@ LONG = dict(max_steps=20_000, eval_every=50, max_lr=3e-3)
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    """Return a folder with the text that all runs train on.
-
-    A script in this folder cannot import matplotlib and transformers, which would take seconds.
-    """
+    """Return a folder with the text that all runs train on."""
     folder = tmp_path_factory.mktemp("checkpoint")
     write_text(folder)
-    for name in ("matplotlib", "transformers"):
-        (folder / f"{name}.py").write_text("raise ImportError")
     return folder
 
 @pytest.fixture(scope="module")
@@ -218,7 +213,7 @@ def test_a_second_ctrl_c_ends_at_once(halfway, reference):
 
 EXIT = """
 import os, subprocess, sys, time
-sys.modules["transformers"] = None  # importing it would take seconds
+sys.modules["transformers"] = sys.modules["matplotlib"] = None  # importing them takes seconds
 import train_gpt2 as t
 t.main()
 end, names = time.time() + 10, "gloo"  # a joined thread may be listed for a short time
@@ -227,21 +222,23 @@ while "gloo" in names and time.time() < end:
 print(f"threads of gloo: {'gloo' in names}", flush=True)
 """
 
-def test_under_torchrun(place):
+@beside_others
+def test_under_torchrun(tmp_path):
     """A restart by torchrun (--max-restarts) continues from the last checkpoint.
 
     SIGTERM saves the step in progress and stops the run without an error. When main() returns, no
     thread of gloo is left: such a thread sometimes makes Python abort at its exit.
     """
     need_gpus(2)
-    folder, out = place / "torchrun", place / "torchrun.out"
-    (place / "exit.py").write_text(start_simulation() + EXIT)
+    write_text(tmp_path)
+    folder, out = tmp_path / "torchrun", tmp_path / "torchrun.out"
+    (tmp_path / "exit.py").write_text(start_simulation() + EXIT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "--max-restarts=1", str(place / "exit.py")]
+               "--max-restarts=1", str(tmp_path / "exit.py")]
     with open(out, "w") as file:
         job = subprocess.Popen(
             command + flags(folder, B=2, **LONG), stdout=file, stderr=subprocess.STDOUT,
-            env=ENV | {"PYTHONPATH": str(ROOT)})
+            cwd=tmp_path, env=ENV | {"PYTHONPATH": str(ROOT)})
 
     def wait_for(condition):
         until(lambda: job.poll() is not None or condition())

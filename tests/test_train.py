@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from conftest import (
-    ENV, ROOT, TINY, Forked, assert_close_logs, device_type, one_line, read_log, run_python,
-    run_script, start_simulation, succeed, together, write_text)
+    ROOT, TINY, Forked, assert_close_logs, beside_others, device_type, one_line, read_log,
+    run_python, run_script, start_simulation, succeed, together, write_text)
 from test_model import small
 from torch.nn import functional as F
 
@@ -31,18 +31,19 @@ def save_shards(folder, train=5000, val=1000):
         if size:
             np.save(folder / f"x_{split}_000000.npy", tokens[:size])
 
-def test_the_quick_start_and_then_the_full_run(tmp_path, monkeypatch):
+@beside_others
+def test_the_quick_start(tmp_path):
     """Without training shards, the script trains on Shakespeare and says how to go on.
 
-    It also does so if a failed fineweb.py has left an incomplete folder. With shards, the same
-    command trains on them. Nothing is written to stderr, not even the warnings of Python's
-    development mode about unclosed files and deprecated functions.
+    It also does so if a failed fineweb.py has left an incomplete folder. Nothing is written to
+    stderr, not even the warnings of Python's development mode about unclosed files and deprecated
+    functions.
     """
     save_shards(tmp_path / "edu_fineweb10B", train=0)
     (tmp_path / "edu_fineweb10B" / ".lock").touch()
     shorter = ["--max_steps=15", "--eval_every=15", "--sample_every=15", "--val_tokens=4096",
                "--sample_tokens=50"]
-    env = ENV | {"PYTHONDEVMODE": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
+    env = {"PYTHONDEVMODE": "1", "PYTHONWARNINGS": "error::ResourceWarning"}
     done = run_script("train_gpt2.py", *shorter, f"--device={device_type()}", cwd=tmp_path,
                       env=env)
     assert (done.returncode, done.stderr) == (0, "")
@@ -58,9 +59,11 @@ def test_the_quick_start_and_then_the_full_run(tmp_path, monkeypatch):
     val, bits = re.search(r" 15/15 val (.*) \((.*) bits per byte\)", done.stdout).groups()
     assert float(val) == pytest.approx(values[15, "val"], abs=1e-4)
     assert float(bits) == pytest.approx(float(val) / np.log(2), abs=1e-3)  # each token is one byte
+
+def test_with_shards_the_command_of_the_quick_start_trains_on_them(tmp_path, monkeypatch):
     save_shards(tmp_path / "edu_fineweb10B")
     monkeypatch.chdir(tmp_path)
-    cfg, _, lines = t.resolve_config({"encoding": "bytes"})  # the settings with shards
+    cfg, _, lines = t.resolve_config({"encoding": "bytes"})
     assert cfg == t.Config(encoding="bytes") and "settings  Config" in lines
 
 def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch):
@@ -143,6 +146,7 @@ def test_the_losses_are_those_of_a_plain_loop(folder):
         losses[step, "train"] = loss.item()
     assert_close_logs(run.log_dir, losses)
 
+@beside_others
 def test_an_edited_copy_of_the_script_trains_with_its_constants(tmp_path):
     """Constants that are edited in the file take effect without flags.
 
