@@ -198,14 +198,11 @@ def is_gpt2(tmp_path_factory):
     except t.UserError as e:
         pytest.skip(f"the model here is no GPT-2 any more: {e}")
 
-@pytest.fixture
+@pytest.fixture(scope="session", autouse=True)
 def one_thread():
-    """Use one thread. Several threads would slow such small models down."""
+    """Use one thread in this process, too. Several threads would slow such small models down."""
     import torch
-    threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 # ------------------------------------------------------------------- a local hub
 class Hub(http.server.ThreadingHTTPServer):

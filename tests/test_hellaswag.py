@@ -18,7 +18,6 @@ from fineweb import UserError, get_encoding
 from train_gpt2 import GPT, GPTConfig, save_hugging_face
 
 VOCAB = 300
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 def encode(text):
     """Return the numbers in a text as its tokens, and 0 for each word. It needs no vocabulary."""

@@ -16,7 +16,7 @@ safetensors = pytest.importorskip("safetensors.torch")
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
-pytestmark = pytest.mark.usefixtures("one_thread", "is_gpt2")
+pytestmark = pytest.mark.usefixtures("is_gpt2")
 ODD_TEXT = ("Don't , stop . it's  \n\n\t \r\n naïve e\u0301 ﬁ 日本語 🙂👩‍👩‍👧 \u200b\u2028"
             "\ufeff\xa0\x85 \x00\x07\x1b[0m ١٢٣ ²½Ⅷ ſİ 'LL we'Ll 1234567 !?.. " + "x" * 300)
 

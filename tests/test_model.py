@@ -9,8 +9,6 @@ from torch.nn import functional as F
 
 import train_gpt2 as t
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 def small(**changes):
     """Return a small GPT, with the same initial weights at each call."""
     torch.manual_seed(0)
