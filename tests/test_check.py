@@ -83,7 +83,7 @@ def test_all_promises_of_the_script_hold(tmp_path):
     Rows of 16 tokens are too short to tell whether they are validation data.
     """
     script = copy_scripts(tmp_path)
-    command = [sys.executable, script, "--steps=4", *flags(tmp_path, dropout=0.1)]
+    command = [sys.executable, script, "--steps=4", *flags(tmp_path)]
     done = subprocess.run(command, env=ENV | {"TMPDIR": str(tmp_path)}, cwd=tmp_path, text=True,
                           capture_output=True, timeout=300)
     assert done.returncode == 0, (done.stdout, done.stderr)
@@ -124,7 +124,7 @@ def test_a_signal_ends_all_processes_and_deletes_the_folder(tmp_path):
     process = subprocess.Popen(
         [sys.executable, script, "--steps=4", *flags(tmp_path)], cwd=tmp_path, text=True,
         env=ENV | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    until(lambda: list(tmp_path.glob("check_gpt2_*/two/err_*.txt")))  # two processes train
+    until(lambda: list(tmp_path.glob("check_gpt2_*/base/err_*.txt")))  # two runs are in progress
     started = descendants(process.pid)
     assert len(started) >= 3
     process.send_signal(signal.SIGTERM)
