@@ -936,7 +936,7 @@ def write_gain_of_sample(arrange, path):
 @pytest.mark.usefixtures("is_gpt2")
 def test_an_edit_of_the_first_weights_does_not_change_trained_weights(folder):
     """Samples and the export have the weights in the checkpoint, and so does a resumed run."""
-    flags = dict(max_steps=5, hide=())
+    flags = dict(max_steps=5, hide=["matplotlib"])
     run = succeed(Forked(folder / "halved", arrange={halved_gain: 0}, **flags))
     run = succeed(Forked(run.log_dir, arrange={halved_gain: 0}, **flags))
     gain = load(run.log_dir / "checkpoint_00005.pt")["eval_model"]["transformer.ln_f.weight"]
@@ -957,7 +957,7 @@ def write_scale_of_sample(arrange, path):
 @pytest.mark.usefixtures("is_gpt2")
 def test_an_edit_of_build_model_also_applies_to_samples_and_the_export(folder):
     """A model that transformers computes differently is not exported. Samples use this model."""
-    run = succeed(Forked(folder / "scaled", max_steps=5, hide=(), arrange={scaled_mlp: 100.0}))
+    run = succeed(Forked(folder / "scaled", max_steps=5, hide=["matplotlib"], arrange={scaled_mlp: 100.0}))
     assert "Not exported: transformers would give different results (logits differ" in run.out
     assert not (run.log_dir / "hf").exists()
     seen = folder / "seen"
