@@ -353,6 +353,7 @@ class Watched:
             *noted(notes_about_ids, run.encoding, *report["ids"]),
             *noted(notes_about_masks, run.encoding, report["before_masks"],
                    report["before_targets"]),
+            *noted(notes_about_alignment, t, run),
             *noted(notes_about_forward, t, run),
             *noted(notes_about_positions, t, run),
             *noted(notes_about_auxiliary_gradients, run, self.nonzero),
@@ -1243,6 +1244,73 @@ def notes_about_masks(encoding, before_masks, before_targets):
     return [f"targets are masked only where the input is {text} (id {token}). So the model learns "
             "to predict this token, but not what follows it. If it is meant to be the other way "
             "round, mask the targets that are equal to the token (in y, not in x)."]
+
+def notes_about_alignment(t, run):
+    """Return notes on metrics of validate() that do not compare predictions with the next token.
+
+    Three models that know the text are validated. The right metrics of the one that predicts the
+    next token are unlike those of the others.
+    """
+    right = metrics_if_known(t, run, ahead=1)
+    if not right.keys() - {"val", "minutes"}:
+        return []
+    repeating, later = metrics_if_known(t, run, ahead=0), metrics_if_known(t, run, ahead=2)
+    notes = []
+    for name in right.keys() - {"val", "minutes"}:
+        values = repeating[name], right[name], later[name]
+        unlike = odd_one_out([math.copysign(math.log1p(abs(value)), value) for value in values])
+        if unlike in (0, 2):
+            what = "repeats its input" if unlike == 0 else "predicts the token after the next one"
+            notes.append(f"{name} is {right[name]:.4g} for a model that predicts each next token "
+                         f"with certainty, but {values[unlike]:.4g} for a model that {what}. "
+                         "Perhaps it compares logits with the wrong tokens: logits[:, i] belong to "
+                         "the target y[:, i].")
+        elif "acc" in name and not any(math.isclose(right[name], best, abs_tol=1e-4)
+                                       for best in (1.0, 100.0)):
+            notes.append(f"{name} is {right[name]:.4g}, not 1, for a model that predicts each next "
+                         "token with certainty. Check what it counts.")
+    return notes
+
+def odd_one_out(values):
+    """Return the index of the value that is far from the two others, or None."""
+    for i, value in enumerate(values):
+        others = [other for j, other in enumerate(values) if j != i]
+        distance = min(abs(value - other) for other in others)
+        if distance > 1e-3 and max(others) - min(others) < 0.3 * distance:
+            return i
+    return None
+
+def metrics_if_known(t, run, ahead):
+    """Return {metric: value} that validate() reports if eval_model knows the text.
+
+    ahead: the token that the model predicts with certainty. 1 is the next token, and 0 is the
+    token that it has just read.
+    """
+    values, known, batch = {}, {}, t.DataLoaderLite.batch
+
+    def remember(loader, *args, **kwargs):
+        x, y = batch(loader, *args, **kwargs)
+        known["x"], known[0], known[1] = x.clone(), x.clone(), y.clone()
+        known[2] = torch.cat((y[:, 1:], y[:, -1:]), dim=1)
+        return x, y
+
+    def forward(idx, targets=None, return_logits=True):
+        if not torch.equal(idx, known["x"]):
+            raise ValueError("these are not the tokens of the last batch")
+        logits = torch.zeros(*idx.shape, run.encoding.n_vocab, device=idx.device)
+        logits.scatter_(-1, known[ahead][..., None], 50.0)
+        loss = None
+        if targets is not None:
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return logits, loss
+
+    def record(run, step, metric, value, *args, **kwargs):
+        values[metric] = float(value)
+    with (mock.patch.object(t.DataLoaderLite, "batch", remember), torch.no_grad(),
+          mock.patch.object(run.state.eval_model, "forward", forward),
+          mock.patch.object(t, "report", record), mock.patch.object(t, "write_log", record)):
+        t.validate(run)
+    return values
 
 def notes_about_forward(t, run):
     """Return a note if a forward pass of a new model in eval mode changes its parameters."""

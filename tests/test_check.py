@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ENV, ROOT, TINY, beside_others, until, write_text
+from torch.nn import functional as F
 
 import train_gpt2
 
@@ -1626,6 +1627,41 @@ def test_a_c_attn_that_muon_splits_in_the_wrong_way_is_noted():
         notes = check_run.notes_about_thirds(state, x)
         assert len(notes) == n
     assert notes[0].startswith("queries depend on more than the first third of transformer.h.0.at")
+
+def accuracy(logits, y):
+    counted = y >= 0
+    return ((logits.argmax(-1) == y) & counted).sum() / counted.sum()
+
+@pytest.mark.parametrize("name, measure, says", [
+    ("accuracy", accuracy, None),
+    ("errors", lambda logits, y: 100 - 100 * accuracy(logits, y), None),
+    ("perplexity", lambda logits, y: F.cross_entropy(logits[:3].mT, y[:3]).exp(), None),
+    ("accuracy", lambda logits, y: accuracy(logits[:, :-1], y[:, 1:]),
+     "for a model that predicts each next token with certainty, but 1 for a model that predict"),
+    ("copied", lambda logits, y: accuracy(logits[:, 1:], y[:, :-1]),
+     "for a model that predicts each next token with certainty, but 1 for a model that repeats"),
+    ("accuracy", lambda logits, y: (logits.argmax(-1) == y).float().mean(),
+     "accuracy is 0.75, not 1, for a model that predicts each next token with certainty."),
+    ("entropy_of_y", lambda logits, y: y.float().std(), None)])
+def test_metrics_that_look_at_the_wrong_token_are_noted(name, measure, says):
+    """A metric of something else, which is the same for all models, gives no note."""
+    script = types.SimpleNamespace(DataLoaderLite=train_gpt2.DataLoaderLite, report=None,
+                                   write_log=lambda *_: None)
+    tokens = np.random.default_rng(0).integers(0, 256, 500).astype(np.uint16)
+    run = types.SimpleNamespace(
+        encoding=train_gpt2.get_encoding("bytes"), val_loader=script.DataLoaderLite([tokens], 16),
+        state=types.SimpleNamespace(eval_model=one_layer()))
+
+    def validate(run):
+        x, y = run.val_loader.batch(0, 4)
+        y[3:] = -100
+        logits, loss = run.state.eval_model(x, y)
+        script.report(run, 0, "val", loss, print_always=True)
+        script.report(run, 0, name, measure(logits, y))
+        script.write_log(run, 0, "minutes", 1.0)
+    script.validate = validate
+    notes = check_run.notes_about_alignment(script, run)
+    assert len(notes) == bool(says) and all(says in note for note in notes)
 
 def test_batches_that_depend_on_the_length_of_the_run_are_noted():
     cfg = train_gpt2.Config(max_steps=100)
