@@ -589,20 +589,22 @@ def watch_overwritten_rates(t):
 def watch_first_update(t, run):
     """Return {name: the RMS of a parameter's first update, divided by the learning rate}.
 
-    It is filled in the second step, and lacks parameters whose first gradient is 0.
+    Elements without a gradient, such as positions that shorter rows do not use, are left out, and
+    so are parameters that have only such elements. The dict is filled in the second step.
     """
     state, first, before, sizes = run.state, run.state.step, {}, {}
 
     def look(optimizer):
         if state.step == first and not before:
-            before.update({name: p.detach().clone()
+            before.update({name: (p.detach().clone(), p.grad != 0)
                            for name, p in state.raw_model.named_parameters()
                            if p.grad is not None and p.grad.any()})
         if state.step == first + 1 and not sizes:
             rate = t.get_lr(first, run.cfg)
             for name, p in state.raw_model.named_parameters():
                 if name in before:
-                    change = p.detach().float() - before[name].float()
+                    old, used = before[name]
+                    change = (p.detach().float() - old.float())[used]
                     sizes[name] = change.square().mean().sqrt().item() / rate
     before_each_step(state, look)
     return sizes
