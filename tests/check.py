@@ -772,7 +772,8 @@ class Check:
         differ = sorted({key[1] for key in log.keys() | other.keys()
                          if log.get(key) != other.get(key)})
         if differ:
-            return holds(f"on {', '.join(differ)} only; the losses are the same digit for digit")
+            return holds(f"on {', '.join(differ)} only, whose meaning is not checked; the losses "
+                         "are the same digit for digit")
         one, two = self.base.report, committed.report
         if one["drawn"] != two["drawn"] or bool(one["samples"]) != bool(two["samples"]):
             return holds("on samples only; the losses are the same digit for digit")
@@ -835,9 +836,9 @@ class Check:
         if not parts:
             return []
         return ["the first updates of some parameters, divided by the learning rate, have a "
-                f"different size than without the edit. {'; '.join(parts[:4])}. AdamW and Muon do "
-                "not pass on the size of a gradient, so either the optimizer or the use of the "
-                "parameter has changed."]
+                f"different size than without the edit. {'; '.join(parts[:4])}. The updates of "
+                "AdamW and Muon do not depend on the size of the gradient, so look for the reason "
+                "in the learning rates, in the optimizer, or in the way the parameter is used."]
 
     def notes_about_warnings(self):
         """Return the warnings that only the edited version prints."""
@@ -989,11 +990,11 @@ def check(options):
         raise Failed("A script was edited during the check. Run the check again.")
     n_broken, unchecked = outcomes.count("BROKEN"), outcomes.count("not checked")
     summary = f"{n_broken} of {len(outcomes)} promises broken" if n_broken else "All promises hold"
-    summary += f" ({unchecked} of {len(outcomes)} not checked)." if unchecked else "."
+    summary += f" ({unchecked} of {len(outcomes)} not checked)" if unchecked else ""
     if notes:
-        what = "the note" if len(notes) == 1 else f"the {len(notes)} notes"
-        summary += f" Please also read {what} above, which may show a mistake."
-    print(summary)
+        what = "the note above shows" if len(notes) == 1 else f"the {len(notes)} notes above show"
+        summary += f". Before you trust the results, read what {what}"
+    print(f"{summary}.")
     return n_broken
 
 def code_of_scripts():

@@ -130,7 +130,8 @@ def train_and_report(t, train, run, job):
         with torch.no_grad(), run.autocast():
             found = examine(run, tolerance=job["examine"])
         modes = noted(notes_about_modes, t, run, found["modes"], report["draws"])
-        notes = report["notes"] + found["notes"] + modes
+        alone = noted(notes_about_rows_together, run) if report["B_is_free"] else []
+        notes = report["notes"] + found["notes"] + modes + alone
         report |= found | {"notes": notes}
     report["state_differs"] = differs_between_processes(run.state)
     if os.environ.get("RANK", "0") == "0":
@@ -1420,10 +1421,10 @@ def notes_about_rotation(model, x):
     change = (products[..., 1:, 1:] - products[..., :-1, :-1]).abs().max()
     if not change > 1e-2 * products.abs().max():
         return []
-    return ["the angles between queries and keys of the same token depend on more than their "
-            "distance. If this should be rotary position embedding, check that the "
-            "angles and the pairs of dimensions have the same layout, and that queries and keys "
-            "are rotated alike."]
+    return ["the product of a query and a key depends on more than the distance of their "
+            "positions: it changes if both are moved by one position. If this should be rotary "
+            "position embedding, check that the angles and the pairs of dimensions have the same "
+            "layout, and that queries and keys are rotated alike."]
 
 def notes_about_auxiliary_gradients(run, nonzero):
     """Return a note on layers that eval mode uses, but that only additional losses train.
@@ -1618,8 +1619,7 @@ def notes_about_derivatives(model, x, y):
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     one_by_one = sum(p.numel() for _, p in named) < 5_000_000
     groups = [[pair] for pair in named] if one_by_one else [named]
-    with (torch.autocast(x.device.type, enabled=False),
-          mock.patch.object(torch.Tensor, "float", torch.Tensor.double)):  # GPT.forward() calls it
+    with float64(x.device):
         def loss():
             torch.manual_seed(0)  # the same dropout masks each time
             with buffers_restored(model):
@@ -1642,6 +1642,38 @@ def notes_about_derivatives(model, x, y):
             "Usual reasons are detach(), .data, no_grad() or item() in forward(), and a wrong "
             "backward(). If this is meant (for example a straight-through estimator or a stopped "
             "gradient), it is as it should be."]
+
+@contextlib.contextmanager
+def float64(device):
+    """Let a model with float64 weights compute everything in float64."""
+    with (torch.autocast(device.type, enabled=False),
+          mock.patch.object(torch.Tensor, "float", torch.Tensor.double)):  # GPT.forward() calls it
+        yield
+
+def notes_about_rows_together(run):
+    """Return a note if the training loss of two rows is not the mean of their losses.
+
+    In float64, this shows a term over a micro-batch that is too small for the promise about B.
+    """
+    model = copy.deepcopy(run.state.raw_model).double().train()
+    x, y = run.val_loader.batch(0, 2, run.device)
+
+    def loss(*rows):
+        with buffers_restored(model):
+            return model(x[list(rows)], y[list(rows)])[1].item()
+    get_state = torch.cuda.get_rng_state if run.device.type == "cuda" else torch.get_rng_state
+    state = get_state()
+    with torch.no_grad(), float64(run.device):
+        alone = loss(0), loss(1)
+        # A row and its copy have the loss of this row, up to rounding
+        noise = max(abs(loss(0, 0) - alone[0]), abs(loss(1, 1) - alone[1]))
+        together, mean = loss(0, 1), sum(alone) / 2
+    draws = not torch.equal(state, get_state())  # then the same row has another loss each time
+    if draws or not abs(together - mean) > 100 * noise + 1e-11 * abs(mean):
+        return []
+    return [f"the training loss of two rows together is {together:.10g}, but the mean of their "
+            f"losses is {mean:.10g}. So the loss has a term over the rows of a micro-batch, such "
+            "as mean() ** 2 instead of (... ** 2).mean(), and it depends on B."]
 
 def factor_of_derivative(parameters, loss):
     """Return how fast the loss changes along the gradient, divided by what the gradient says.

@@ -662,7 +662,7 @@ def test_first_updates_of_another_size_are_noted(tmp_path):
         return stub_check(tmp_path, "", **runs).notes_about_first_update()
     assert notes({"w": 1.5, "x": 0.7, "z": 5.0}) == []
     note, = notes({"w": 0.44, "x": 0.4402, "y": 2.0})
-    assert "0.44 times as large: w and 1 more; 10 times as large: y. AdamW" in note
+    assert "0.44 times as large: w and 1 more; 10 times as large: y. The upd" in note
 
 def test_an_average_that_is_updated_for_each_optimizer_is_noted():
     """An average that is updated once, after the last optimizer, gives no note."""
@@ -1000,6 +1000,31 @@ def test_a_note_on_the_loss_does_not_depend_on_other_notes():
     with mock.patch.object(check_run, "notes_about_targets", side_effect=RuntimeError):
         note, = check_run.notes_in_training_mode(model, tokens, tokens, leaks=False)
     assert note.startswith("the training loss of two rows is 18.7")
+
+@pytest.mark.parametrize("term, n", [
+    (lambda logits: 0.0, 0),
+    (lambda logits: 1e-4 * (logits.logsumexp(-1) ** 2).mean(), 0),
+    (lambda logits: 1e-4 * logits.logsumexp(-1).mean() ** 2, 1),
+    (lambda logits: 1e-4 * torch.rand(()), 0),
+    (lambda logits: 1e-4 * logits.to(torch.float32).logsumexp(-1).mean(), 0)])
+def test_a_term_over_the_rows_of_a_micro_batch_is_noted(term, n):
+    """Rounding and random numbers give no note."""
+    class Model(train_gpt2.GPT):
+        def forward(self, idx, targets=None, return_logits=True):
+            logits, loss = super().forward(idx, targets)
+            return logits, loss + term(logits)
+    config = train_gpt2.GPTConfig(block_size=32, n_vocab=257, vocab_size=384, n_layer=2, n_head=2,
+                                  n_embd=32)
+    model = Model(config, seed=1)
+    for p in model.parameters():
+        p.data *= 3
+    tokens = torch.randint(257, (2, 33), generator=torch.Generator().manual_seed(0))
+    loader = types.SimpleNamespace(batch=lambda *_: (tokens[:, :-1], tokens[:, 1:]))
+    run = types.SimpleNamespace(state=types.SimpleNamespace(raw_model=model), val_loader=loader,
+                                device=torch.device("cpu"))
+    notes = check_run.notes_about_rows_together(run)
+    assert len(notes) == n and all("has a term over the rows" in note for note in notes)
+    assert not model.training and model.lm_head.weight.dtype == torch.float32
 
 def test_gradients_of_zeros_are_noted():
     assert check_run.notes_about_zeros(set()) == []
