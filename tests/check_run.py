@@ -131,6 +131,7 @@ def train_and_report(t, train, run, job):
             found = examine(run, tolerance=job["examine"])
         modes = noted(notes_about_modes, t, run, found["modes"], report["draws"])
         alone = noted(notes_about_rows_together, run) if report["B_is_free"] else []
+        alone += noted(notes_about_alignment, t, run, train)
         notes = report["notes"] + found["notes"] + modes + alone
         report |= found | {"notes": notes}
     report["state_differs"] = differs_between_processes(run.state)
@@ -354,7 +355,6 @@ class Watched:
             *noted(notes_about_ids, run.encoding, *report["ids"]),
             *noted(notes_about_masks, run.encoding, report["before_masks"],
                    report["before_targets"]),
-            *noted(notes_about_alignment, t, run),
             *noted(notes_about_forward, t, run),
             *noted(notes_about_positions, t, run),
             *noted(notes_about_auxiliary_gradients, run, self.nonzero),
@@ -1248,16 +1248,16 @@ def notes_about_masks(encoding, before_masks, before_targets):
             "to predict this token, but not what follows it. If it is meant to be the other way "
             "round, mask the targets that are equal to the token (in y, not in x)."]
 
-def notes_about_alignment(t, run):
-    """Return notes on metrics of validate() that do not compare predictions with the next token.
+def notes_about_alignment(t, run, train):
+    """Return notes on metrics that do not compare predictions with the next token.
 
     Three models that know the text are validated. The right metrics of the one that predicts the
-    next token are unlike those of the others.
+    next token are unlike those of the others. train: train() in the script.
     """
-    right = metrics_if_known(t, run, ahead=1)
+    right = metrics_if_known(t, run, train, ahead=1)
     if not right.keys() - {"val", "minutes"}:
         return []
-    repeating, later = metrics_if_known(t, run, ahead=0), metrics_if_known(t, run, ahead=2)
+    repeating, later = [metrics_if_known(t, run, train, ahead) for ahead in (0, 2)]
     notes = []
     for name in right.keys() - {"val", "minutes"}:
         values = repeating[name], right[name], later[name]
@@ -1283,8 +1283,8 @@ def odd_one_out(values):
             return i
     return None
 
-def metrics_if_known(t, run, ahead):
-    """Return {metric: value} that validate() reports if eval_model knows the text.
+def metrics_if_known(t, run, train, ahead):
+    """Return {metric: value} that train() reports after the last step if eval_model knows the text.
 
     ahead: the token that the model predicts with certainty. 1 is the next token, and 0 is the
     token that it has just read.
@@ -1309,10 +1309,13 @@ def metrics_if_known(t, run, ahead):
 
     def record(run, step, metric, value, *args, **kwargs):
         values[metric] = float(value)
+    at_the_end = replace(run.cfg, max_steps=run.state.step)  # then train() takes no step
     with (mock.patch.object(t.DataLoaderLite, "batch", remember), torch.no_grad(),
           mock.patch.object(run.state.eval_model, "forward", forward),
-          mock.patch.object(t, "report", record), mock.patch.object(t, "write_log", record)):
-        t.validate(run)
+          mock.patch.object(run, "cfg", at_the_end), mock.patch.object(run, "folder", mock.Mock()),
+          mock.patch.multiple(t, report=record, write_log=record, finish=mock.Mock(),
+                              print_sample=mock.Mock())):
+        train(run)
     return values
 
 def notes_about_forward(t, run):

@@ -1671,22 +1671,25 @@ def accuracy(logits, y):
     ("entropy_of_y", lambda logits, y: y.float().std(), None)])
 def test_metrics_that_look_at_the_wrong_token_are_noted(name, measure, says):
     """A metric of something else, which is the same for all models, gives no note."""
-    script = types.SimpleNamespace(DataLoaderLite=train_gpt2.DataLoaderLite, report=None,
-                                   write_log=lambda *_: None)
+    script = types.SimpleNamespace(DataLoaderLite=train_gpt2.DataLoaderLite, finish=None,
+                                   print_sample=None, report=None, write_log=None)
     tokens = np.random.default_rng(0).integers(0, 256, 500).astype(np.uint16)
     run = types.SimpleNamespace(
-        encoding=train_gpt2.get_encoding("bytes"), val_loader=script.DataLoaderLite([tokens], 16),
-        state=types.SimpleNamespace(eval_model=one_layer()))
+        cfg=train_gpt2.Config(), folder=None, encoding=train_gpt2.get_encoding("bytes"),
+        val_loader=script.DataLoaderLite([tokens], 16),
+        state=types.SimpleNamespace(eval_model=one_layer(), step=5))
 
-    def validate(run):
+    def train(run):
+        assert run.cfg.max_steps == run.state.step
         x, y = run.val_loader.batch(0, 4)
         y[3:] = -100
         logits, loss = run.state.eval_model(x, y)
         script.report(run, 0, "val", loss, print_always=True)
         script.report(run, 0, name, measure(logits, y))
         script.write_log(run, 0, "minutes", 1.0)
-    script.validate = validate
-    notes = check_run.notes_about_alignment(script, run)
+        run.folder.save(run.state)
+        script.finish(run, False)
+    notes = check_run.notes_about_alignment(script, run, train)
     assert len(notes) == bool(says) and all(says in note for note in notes)
 
 def test_batches_that_depend_on_the_length_of_the_run_are_noted():
