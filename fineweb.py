@@ -134,8 +134,9 @@ def hugging_face_tokenizer(encoding, context):
     vocabulary |= special_tokens
     backend = Tokenizer(models.BPE(vocabulary, merges))
     bytes_to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.pre_tokenizer = bytes_to_letters
-    if merges:  # the bytes encoding has no merges, so a text need not be split before merging
+    if not merges:  # the bytes encoding has no merges, so a text need not be split before merging
+        backend.pre_tokenizer = bytes_to_letters
+    else:
         # In tiktoken's patterns, the + in {1,3}+ makes the quantifier possessive. `tokenizers`
         # would read this + as a repetition. Removing it does not change what the pattern matches.
         pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", parts["pat_str"])
@@ -517,7 +518,8 @@ class Place(NamedTuple):
 
     For example, the batch that starts at row 300 of file 2 has 5,000 tokens, and the shard is full
     after 1,200 of them. The shard ends at Place(2, 300, 1200). The next shard is made by reading
-    from row 300 of file 2 on and leaving out the first 1,200 tokens.
+    from row 300 of file 2 on and leaving out the first 1,200 tokens. (So a later run may cut the
+    rows into other batches.)
     """
     file_number: int  # index of the file in reading order; len(files) at the end of the corpus
     row: int          # the first row of the batch in which the shard ends
@@ -540,9 +542,9 @@ def manifest_settings(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # The number of the file in which the last shard ends. If the corpus ended there, the number is
-    # one too high: it is the number that the next file would have. If such a file is added later,
-    # it changes the settings, and find_finished() reports it.
+    # The shards depend on all files up to the one in which the last shard ends. If the corpus ended
+    # with this shard, end.file_number is len(files), the number of a file that does not exist yet.
+    # If this file is added later, the settings change, and find_finished() reports it.
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files[:last_number + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -600,8 +602,8 @@ def find_finished(cfg, files):
     has none.
 
     Raise UserError if there are training shards, and they have no manifest or were made with
-    different settings. If there is only a validation shard (perhaps because the corpus was too
-    short), return [] in these cases, so that it is made again.
+    different settings. A validation shard alone (perhaps the corpus was too short for more) does
+    not cause an error: return [], so that it is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

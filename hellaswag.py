@@ -274,17 +274,17 @@ def ending_losses(model, tokens, is_ending):
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64
     return sums.index_add_(0, row_of_token, token_losses.cpu().double())
 
-def evaluate(model, questions, progress=False):
+def evaluate(model, examples, progress=False):
     """Return the Score of a model, which is the same on every rank and for any number of ranks.
 
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
     precision with torch.autocast.
-    questions: a Prepared, or the dicts from iterate_examples() for a model with GPT-2's encoding.
+    examples: the dicts from iterate_examples(), if the model has GPT-2's encoding, or a Prepared.
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """
-    prepared = questions if isinstance(questions, Prepared) else prepare(questions, model)
+    prepared = examples if isinstance(examples, Prepared) else prepare(examples, model)
     rank, n_ranks = rank_and_world_size()
     sums = torch.zeros(prepared.n_tokens.numel(), dtype=torch.float64)
     batches = tqdm(prepared.batches[rank::n_ranks], unit="batch", disable=not progress)

@@ -145,7 +145,8 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore
 # draw_later() only records the std of a layer's weight as init_std. When GPT.__init__ has built all
 # layers, init_weights() draws each weight that has an init_std. Until then, all elements of such a
-# weight are equal to PLACEHOLDER
+# weight are equal to PLACEHOLDER. (For edits: it is so large that check_parameters() in part two
+# finds a weight that was copied or multiplied too early, and is therefore never drawn)
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -170,9 +171,7 @@ def init_weights(model, seed):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
             # For edits: if a layer has set some elements itself, for example to 0, they are no
-            # longer equal to PLACEHOLDER, and keep their values. If an edit has multiplied or
-            # copied a whole weight before this point, it keeps huge values, because PLACEHOLDER is
-            # huge. check_parameters() in part two then stops the run before the first step
+            # longer equal to PLACEHOLDER, and keep their values
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -222,7 +221,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        # forward() does not call this module, but passes its probability p to the attention
+        # forward() passes only its probability p to the attention. It is a module for uniformity
+        # with the other dropouts: code that changes p of all nn.Dropout modules also finds this one
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -390,8 +390,8 @@ class DataLoaderLite:
     shards have 12 rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same
     rows, in a different order, as row numbers 12 to 23.
 
-    With `recut`, which is used for text files if they are shuffled, each epoch cuts the text into
-    rows at different tokens. So even a small text yields new rows in each epoch.
+    With `recut`, which is used for text files if they are shuffled, rows begin at different tokens
+    in each epoch. So even a small text yields new rows in each epoch.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -416,16 +416,16 @@ class DataLoaderLite:
         say, the one at index 17 in this shard. It begins at token 136. (The comments below give the
         values in this example.)
         """
-        epoch, n_read = divmod(row, self.rows_per_epoch)          # 6, 45
+        epoch, n_read_in_epoch = divmod(row, self.rows_per_epoch)       # 6, 45
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1
-        ends = self.rows_in_shard[shard_order].cumsum()           # 40, 70, 120
-        i = int(ends.searchsorted(n_read, side="right"))          # 1
-        shard = int(shard_order[i])                               # 0
-        n_rows = int(self.rows_in_shard[shard])                   # 30
-        n_read_before_shard = int(ends[i]) - n_rows               # 70 - 30 = 40
-        n_read_of_shard = n_read - n_read_before_shard            # 45 - 40 = 5
-        row_order = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
-        start = int(row_order[n_read_of_shard]) * self.T          # 17 * 8 = 136
+        ends = self.rows_in_shard[shard_order].cumsum()                 # 40, 70, 120
+        i = int(ends.searchsorted(n_read_in_epoch, side="right"))       # 1
+        shard = int(shard_order[i])                                     # 0
+        n_rows = int(self.rows_in_shard[shard])                         # 30
+        n_read_before_shard = int(ends[i]) - n_rows                     # 70 - 30 = 40
+        n_read_in_shard = n_read_in_epoch - n_read_before_shard         # 45 - 40 = 5
+        order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
+        start = int(order_in_shard[n_read_in_shard]) * self.T           # 17 * 8 = 136
         if self.recut:
             # In this epoch, each row begins `shift` tokens earlier than usual, where shift < T.
             # (With the factor 0.618, the shifts of consecutive epochs are very different.) Only the
@@ -585,6 +585,16 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
+def store_peak_lrs(optimizers):
+    """Store the lr with which each optimizer group was built as peak_lr.
+
+    step_optimizers() computes lr from it. build_state() in part two calls this function.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            if "lr" in group:
+                group.setdefault("peak_lr", group["lr"])
+
 # ---- Training
 @dataclass
 class State:
@@ -733,9 +743,8 @@ def train_step(run):
 def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
-    A group's peak_lr is the lr with which configure_optimizers() built it. (Part two stores it, in
-    store_initial_hyperparameters().) If it is max_lr, the group gets the learning rate from
-    get_lr(). A group with a different peak_lr, such as Muon's, follows the same curve, scaled.
+    The learning rate of each group follows the curve of get_lr(), scaled so that its highest value
+    is the group's peak_lr. For AdamW's groups, whose peak_lr is max_lr, it is just get_lr().
     """
     # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
     # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
@@ -797,8 +806,8 @@ def train(run):
 # ==== Part two: what long runs need in practice
 #
 # A command starts a new run, resumes the run in log_dir or, with --sample, prints samples. A new
-# run and --sample may use the weights of a trained model (see Weights). A resumed run continues
-# from a checkpoint, which contains everything that later steps depend on
+# run and --sample may use the weights of a trained model. A resumed run continues from a
+# checkpoint, which contains everything that later steps depend on
 #
 # How a run starts and ends:
 #
@@ -832,30 +841,27 @@ def train(run):
 #
 # A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once
 @dataclass
-class Weights:
-    """The weights of a trained model, and what is known about the model."""
-    source: str                # the file, folder or hub name that the weights come from
+class KnownModel:
+    """What is known about a trained model, apart from its weights."""
+    source: str                # the file, folder or hub name that it comes from
     # The known constants of the model's GPTConfig. dropout is never among them, because it belongs
-    # to the training and not to the weights
-    model_constants: dict
+    # to the training and not to the model
+    constants: dict
     encoding_name: str | None  # None if it is unknown
+
+@dataclass
+class Weights:
+    """The weights of a trained model."""
+    model: KnownModel
     tensors: dict              # the state_dict of a GPT
     code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
 
 @dataclass
 class StartingPoint:
-    """What a command starts from.
-
-    weights: they determine the constants of the model (without weights, Config does). They are
-    loaded into the model, unless there is a checkpoint.
-    checkpoint: State is restored from it.
-
-    A new run from scratch has neither, a new run with init_from has weights, and so has --sample. A
-    resumed run has a checkpoint. If it began with init_from, it also has weights, but uses only
-    their constants.
-    """
-    weights: Weights | None = None
-    checkpoint: dict | None = None
+    """What a command starts from (see find_start)."""
+    model: KnownModel | None = None  # determines the model's constants (if None, Config does)
+    weights: Weights | None = None   # to load into the model
+    checkpoint: dict | None = None   # to restore State from
 
 # ---- The start and the end of the program
 def main():
@@ -906,7 +912,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     1. Choose the data and the preset. A flag determines the value of its constant. Without a flag,
        the preset determines it, and if the preset does not contain the constant, Config does.
     2. Read the weights or the checkpoint that the command starts from.
-    3. If there are weights, use their encoding and the constants of their model. A flag with a
+    3. If a known model determines the model's constants, use them and its encoding. A flag with a
        different value raises UserError. With the preset FINETUNE, also use a max_lr and a T that
        suit this model, unless the preset or a flag sets them.
     4. Lower B if it does not divide a process's share of the batch.
@@ -922,17 +928,17 @@ def resolve_config(flags, device=torch.device("cpu")):
     chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, chosen)
     start = find_start(cfg, device)
-    weights_line = ""
-    if start.weights:
-        check_flags_against_weights(flags, cfg, start.weights)
-        suggested = values_for_fine_tuning(start.weights) if preset_name == "FINETUNE" else {}
-        adapted = make_config(Config, suggested | chosen | constants_of_model(start.weights))
-        weights_line = "\n" + describe_weights(start.weights.source, before=cfg, after=adapted)
+    model_line = ""
+    if start.model:
+        check_flags_against_model(flags, cfg, start.model)
+        suggested = values_for_fine_tuning(start.model) if preset_name == "FINETUNE" else {}
+        adapted = make_config(Config, suggested | chosen | settings_of_model(start.model))
+        model_line = "\n" + describe_model(start.model.source, before=cfg, after=adapted)
         cfg = adapted
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, start, f"{note}{describe_preset(preset_name, cfg)}{weights_line}"
+    return cfg, start, f"{note}{describe_preset(preset_name, cfg)}{model_line}"
 
 def choose_data(flags):
     """Return the training data and a note to print.
@@ -964,21 +970,22 @@ def find_start(cfg, device):
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
     if cfg.sample:
-        return StartingPoint(weights=read_weights_to_sample_from(cfg))
+        weights = read_weights_to_sample_from(cfg)
+        return StartingPoint(model=weights.model, weights=weights)
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if checkpoint is None and cfg.init_from == "scratch":
+    if checkpoint is None and cfg.init_from == "scratch":  # a new run
         return StartingPoint()
-    if checkpoint is None:
-        return StartingPoint(weights=read_weights(cfg.init_from))
-    # A checkpoint was found, so a run is resumed
+    if checkpoint is None:  # a new run with existing weights
+        weights = read_weights(cfg.init_from)
+        return StartingPoint(model=weights.model, weights=weights)
     if cfg.init_from == "scratch":
-        # Config determines the model, as it did when the run began. If Config was edited since
-        # then, check_same_training() reports it
+        # A resumed run. Config determines the model, as it did when the run began. If Config was
+        # edited since then, check_same_training() reports it
         return StartingPoint(checkpoint=checkpoint)
-    # The run began with the weights in init_from, which determine the model. Its checkpoint
-    # contains the same constants. Take them from there, since init_from may not exist any longer
+    # A resumed run that began with existing weights. Its model has the constants of the model in
+    # init_from. The checkpoint contains them too, and init_from may not exist any longer
     weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
-    return StartingPoint(weights=weights, checkpoint=checkpoint)
+    return StartingPoint(model=weights.model, checkpoint=checkpoint)
 
 def read_weights_to_sample_from(cfg):
     """Return the Weights in init_from or, if this constant is not set, those in log_dir."""
@@ -1002,34 +1009,34 @@ def read_newest_checkpoint(log_dir, device):
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
-def check_flags_against_weights(flags, cfg, weights):
-    """Raise UserError if a flag contradicts the weights. cfg: a Config made with the flags."""
-    for name, value in constants_of_model(weights).items():
+def check_flags_against_model(flags, cfg, model):
+    """Raise UserError if a flag contradicts a KnownModel. cfg: a Config made with the flags."""
+    for name, value in settings_of_model(model).items():
         if name in flags and getattr(cfg, name) != value:
-            raise UserError(f"{name} is {value} in the weights {weights.source}: leave out "
+            raise UserError(f"{name} is {value} in the weights {model.source}: leave out "
                             f"--{name}.")
 
-def values_for_fine_tuning(weights):
-    """Return good values of max_lr and T for fine-tuning a model, as {name: value}."""
+def values_for_fine_tuning(model):
+    """Return good values of max_lr and T for fine-tuning a KnownModel, as {name: value}."""
     # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this max_lr
     # is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
-    return {"max_lr": 0.1 / weights.model_constants["n_embd"],
-            "T": min(1024, 2 ** int(math.log2(weights.model_constants["block_size"])))}
+    return {"max_lr": 0.1 / model.constants["n_embd"],
+            "T": min(1024, 2 ** int(math.log2(model.constants["block_size"])))}
 
-def constants_of_model(weights):
-    """Return the constants of a model that are also in Config, and its encoding, if it is known.
+def settings_of_model(model):
+    """Return those constants in Config that a KnownModel determines, as {name: value}.
 
-    T and dropout are not among them: rows may be shorter than the model's block_size, and Weights
-    do not include dropout.
+    They are the encoding, if it is known, and all constants that are also in GPTConfig, except
+    dropout. T is not among them, since rows may be shorter than the model's block_size.
     """
     names = asdict(Config()).keys()
-    values = {name: value for name, value in weights.model_constants.items() if name in names}
-    if weights.encoding_name:
-        values["encoding"] = weights.encoding_name
+    values = {name: value for name, value in model.constants.items() if name in names}
+    if model.encoding_name:
+        values["encoding"] = model.encoding_name
     return values
 
-def describe_weights(source, before, after):
-    """Return a line about loaded weights: their source, and the constants that they change.
+def describe_model(source, before, after):
+    """Return a line about a known model: its source, and the constants that it changes.
 
     before, after: the Config without and with these changes.
     """
@@ -1087,8 +1094,8 @@ def set_up(cfg, start, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     encoding, checkpoint = get_encoding(cfg.encoding), start.checkpoint
-    if start.weights:
-        check_model_fits(start.weights, cfg, encoding)
+    if start.model:
+        check_model_fits(start.model, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint = fingerprint_of(loaders[0])
     lock = lock_run_folder(cfg.log_dir)
@@ -1104,9 +1111,9 @@ def set_up(cfg, start, device):
     print0("\n".join(lines))
     return run
 
-def check_model_fits(weights, cfg, encoding):
-    """Raise UserError if the model of weights has the wrong vocabulary or too short a context."""
-    n_vocab, block_size = weights.model_constants["n_vocab"], weights.model_constants["block_size"]
+def check_model_fits(model, cfg, encoding):
+    """Raise UserError if a KnownModel has the wrong vocabulary or too short a context."""
+    n_vocab, block_size = model.constants["n_vocab"], model.constants["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
                         f"context of {block_size}, but encoding={cfg.encoding} has "
@@ -1175,8 +1182,8 @@ def build_run(cfg, start, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.weights)).to(device)
-    if start.weights and not start.checkpoint:
+    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.model)).to(device)
+    if start.weights:
         load_weights(raw_model, start.weights)
     state = build_state(raw_model, cfg, dtype)
     if start.checkpoint:
@@ -1406,7 +1413,7 @@ def pick_compile(choice, device):
 def set_attention(cfg, device, dtype):
     """Disable kernels of scaled_dot_product_attention that are slow or wrong in this run."""
     # On a CPU in bfloat16, the backward pass of flash attention is slow for short rows: it takes
-    # 11.8 ms of a quick-start step (T=64), while the math kernel takes 5.6 ms
+    # 11.8 ms of a step with the preset SMALL (T=64), while the math kernel takes 5.6 ms
     short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
     torch.backends.cuda.enable_flash_sdp(not short)  # despite its name, it also applies to CPUs
     # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
@@ -1525,29 +1532,29 @@ def read_weights(name):
     # For edits: a constant that you have added to GPTConfig is unknown to transformers
     known = ("block_size", "n_vocab", "vocab_size", "n_layer", "n_head", "n_embd")
     constants = {key: getattr(model.config, key) for key in known}
-    return Weights(name, constants, encoding_name, model.state_dict())
+    return Weights(KnownModel(name, constants, encoding_name), model.state_dict())
 
 def weights_in_checkpoint(checkpoint, source):
     """Return the Weights of eval_model in a checkpoint."""
-    model_constants = dict(checkpoint["gpt_config"])
-    model_constants.pop("dropout", None)
-    return Weights(source, model_constants, checkpoint["encoding"], checkpoint["eval_model"],
-                   checkpoint.get("code"))
+    constants = dict(checkpoint["gpt_config"])
+    constants.pop("dropout", None)
+    model = KnownModel(source, constants, checkpoint["encoding"])
+    return Weights(model, checkpoint["eval_model"], checkpoint.get("code"))
 
-def gpt_config_of_run(cfg, weights=None):
+def gpt_config_of_run(cfg, model=None):
     """Return the GPTConfig of the model that a command builds.
 
-    weights: the Weights that determine the model. If it is None, cfg determines it.
+    model: the KnownModel that determines the constants. If it is None, cfg determines them.
     """
     # The constants that both classes have: n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
-    if weights is None:
+    if model is None:
         n_vocab = get_encoding(cfg.encoding).n_vocab
         return GPTConfig(block_size=cfg.T, n_vocab=n_vocab, vocab_size=padded(n_vocab), **in_both)
-    # model_constants never contains dropout, so dropout comes from cfg. For edits: a constant that
+    # model.constants never contains dropout, so dropout comes from cfg. For edits: a constant that
     # did not exist when the weights were trained also comes from cfg
-    return make_gpt_config(in_both | weights.model_constants, weights.source)
+    return make_gpt_config(in_both | model.constants, model.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1565,21 +1572,22 @@ def load_weights(model, weights):
 
     Raise UserError if the model lacks one of the weights or has it in a different shape.
     """
-    own = model.state_dict()
+    own, source = model.state_dict(), weights.model.source
     if missing := own.keys() - weights.tensors.keys():
-        print0(f"!!! {weights.source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
+        print0(f"!!! {source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
                "initial values that the code gives them.")
     try:
         model.load_state_dict(own | weights.tensors)
     except RuntimeError as e:
-        raise UserError(f"{weights.source} does not fit the model in train_gpt2.py "
+        raise UserError(f"{source} does not fit the model in train_gpt2.py "
                         f"({summary_of(e)}): use the code that the weights were made with."
                         ) from None
 
 def load_pretrained(cls, source, constants):
     """Return a model of class `cls` (GPT) with the weights in `source` (see from_pretrained)."""
     weights = source if isinstance(source, Weights) else read_weights(str(source))
-    model = cls(make_gpt_config(weights.model_constants | constants, weights.source))
+    known = weights.model
+    model = cls(make_gpt_config(known.constants | constants, known.source))
     load_weights(model, weights)
     return model
 
@@ -1619,10 +1627,9 @@ def newest_checkpoint(folder):
 def newest_or_best_checkpoint(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    If the validation loss has risen since its lowest value, training has made the model worse, and
-    the best checkpoint is the one with the lowest loss. Otherwise it is the newest one. (Only
-    losses of checkpoints that still exist count.) Skip damaged checkpoints. Return None if there is
-    no checkpoint.
+    It is the one with the lowest validation loss, if the loss has risen since then, and otherwise
+    the newest one. (Only losses of checkpoints that still exist count.) Damaged checkpoints are
+    skipped. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)  # {step: path}, the newest first
     paths = list(found.values())
@@ -1730,24 +1737,27 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- Optimizers in a checkpoint. An optimizer group holds hyperparameters such as lr and momentum.
-# Code that builds groups, such as configure_optimizers(), may be edited before a run is resumed.
-# (Constants such as max_lr may not: check_same_training() compares them.) Then an edited
-# hyperparameter gets its new value. All others are restored from the checkpoint, since training may
-# have changed them. (Each step sets lr, and your own optimizer may count steps in a group.)
+# ---- Optimizers in a checkpoint. An optimizer group holds hyperparameters such as momentum. When a
+# run is resumed, the code has a value for each of them, and the checkpoint has another one. In most
+# cases the checkpoint is right, because training may have changed the value. But if the code was
+# edited since the checkpoint was written, the new value in the code is right. For example:
 #
-# So it matters whether the initial value of a hyperparameter, with which the group is built, was
-# edited. Therefore each group has an entry "initial", a dict of these values, which is saved in
-# checkpoints. What differs between the "initial" of the code and that of the checkpoint was edited
+#     in the code at first   in the checkpoint   in the code now   after resuming
+#     0.95                   0.97                0.95              0.97: continues
+#     0.95                   0.97                0.90              0.90: was edited
+#
+# To compare the first column with the third one, each group has an entry "initial", which is saved
+# in checkpoints: a dict of the values with which the code has built the group. (For constants in
+# Config, such as max_lr, this does not matter: check_same_training() does not let them change)
 def store_initial_hyperparameters(optimizers):
-    """Copy the hyperparameters of each optimizer group to group["initial"], and lr to peak_lr.
+    """Copy the hyperparameters of each optimizer group to group["initial"].
 
-    For edits: if training adds an optimizer or a group, call this function again.
+    Store the peak_lr first, so that it is one of them. For edits: if training adds an optimizer or
+    a group, call this function again.
     """
+    store_peak_lrs(optimizers)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if "lr" in group:  # step_optimizers() will change lr, but not peak_lr
-                group.setdefault("peak_lr", group["lr"])
             if "initial" not in group:
                 group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
                                     if name not in ("params", "param_names")}
@@ -1906,8 +1916,8 @@ class RunFolder:
         remove_unfinished(self.path)  # files that a killed run was writing
         if not continues:  # there may be a log, if an earlier run ended before its first save
             self.set_aside("log.txt")
-        if not continues or step < self.cfg.max_steps:  # an exported model becomes outdated
-            self.set_aside("hf")
+        if not continues or step < self.cfg.max_steps:
+            self.set_aside("hf")  # the exported model, if there is one, becomes outdated
         if continues and (self.path / "run.json").exists():
             self.starts = read_run_json(self.path)["starts"]
         self.starts.append({
@@ -2128,7 +2138,7 @@ def unsavable_part(content):
     return None if isinstance(content, (torch.Tensor, np.number)) else content
 
 @torch.no_grad()
-def loss_warning(run):
+def warning_about_loss(run):
     """Return a warning if the model's loss in eval mode is not the cross-entropy."""
     x, y = run.val_loader.batch(0, 1, run.device)
     with run.autocast(), torch.compiler.set_stance("force_eager"):  # do not compile for one row
@@ -2268,8 +2278,8 @@ def warn_of_slow_steps(run):
     """Warn once if the median of the last 20 CPU steps is over twice the fastest of the last 50.
 
     OpenMP threads wait for each other. If one of them shares its core with another program, all of
-    them wait. With two threads on two cores, one other busy process slows a quick-start step from
-    35 ms to 154 ms. With one thread, the step takes 56 ms (tests/measured/busy.txt).
+    them wait. With two threads on two cores, one other busy process slows a step with the preset
+    SMALL from 35 ms to 154 ms. With one thread, the step takes 56 ms (tests/measured/busy.txt).
     """
     threads, recent = torch.get_num_threads(), list(run.step_seconds)[-20:]
     if run.warned_slow or run.device.type != "cpu" or threads == 1 or len(recent) < 20:
@@ -2294,7 +2304,7 @@ def warnings_about(run, checkpoint):
 
     There are two: the loss is not the cross-entropy, and edited code continues the run.
     """
-    warnings = [loss_warning(run)]
+    warnings = [warning_about_loss(run)]
     if checkpoint and is_of_other_code(checkpoint.get("code")):
         warnings.append(f"train_gpt2.py was edited: from step {run.state.step} on, this run uses "
                         "different code.")
@@ -2356,9 +2366,9 @@ def print_sample(run):
 def sample_only(cfg, start, device):
     """Print cfg.sample samples from the model with the weights in `start`, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = build_model(cfg, gpt_config_of_run(cfg, start.weights)).to(device)
+    model = build_model(cfg, gpt_config_of_run(cfg, start.model)).to(device)
     load_weights(model, start.weights)
-    print0(f"Samples from {start.weights.source}:")
+    print0(f"Samples from {start.model.source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 
@@ -2457,7 +2467,7 @@ def export(run):
         model = build_model(run.cfg, run.state.raw_model.config)
         load_weights(model, weights)
         save_hugging_face(model, path / "hf", run.encoding)
-        print0(f"exported {weights.source} to {path / 'hf'}/, for transformers and "
+        print0(f"exported {weights.model.source} to {path / 'hf'}/, for transformers and "
                "hellaswag.py")
     except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {summary_of(e)}.")
@@ -2554,15 +2564,15 @@ def converted_to_todays_format(checkpoint):
     format to the next newer one, so the oldest checkpoints go through all steps.
     """
     if "model" in checkpoint:  # written on or before 23 November 2026
-        checkpoint = rename_entries(checkpoint)
+        checkpoint = convert_entries(checkpoint)
     if "state" not in checkpoint:  # written on or before 24 November 2026
         checkpoint = move_into_state(checkpoint)
     # Groups written on or before 25 November 2026 are changed. Newer ones stay as they are
     rename_to_initial(checkpoint["state"].get("optimizers", []))
     return checkpoint
 
-def rename_entries(checkpoint):
-    """Give the entries of a checkpoint their newer names.
+def convert_entries(checkpoint):
+    """Give the entries of a checkpoint their newer names, and add the number of tokens.
 
     The attributes of State stay at the top level. move_into_state() expects them there.
     """

@@ -206,7 +206,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
     weights = t.weights_in_checkpoint(saved, "saved")
-    model = t.build_model(cfg, t.gpt_config_of_run(cfg, weights))
+    model = t.build_model(cfg, t.gpt_config_of_run(cfg, weights.model))
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match="has the state of AdamW, but the code uses SGD"):
@@ -447,8 +447,8 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     names = [field for field in dataclasses.fields(t.GPTConfig) if field.name != "dropout"]
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
-    weights = t.Weights("x", {"n_layer": 2}, "bytes", {})
-    assert t.gpt_config_of_run(t.Config(), weights).n_layer == 2
+    model = t.KnownModel("x", {"n_layer": 2}, "bytes")
+    assert t.gpt_config_of_run(t.Config(), model).n_layer == 2
 
 def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     """A flag that is written differently, but has the same value, does not contradict weights."""
@@ -463,11 +463,11 @@ def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     # transformers' GPT-2 lacks the constant, so the model has GPTConfig's default
     monkeypatch.setattr(t, "gpt_from_hugging_face", lambda name: t.GPT(t.GPTConfig(**known)))
     of_transformers = t.read_weights("w")
-    of_checkpoint = t.Weights("w", known | {"width": 30.0}, "bytes", {})
+    of_checkpoint = t.Weights(t.KnownModel("w", known | {"width": 30.0}, "bytes"), {})
     for weights in (of_transformers, of_checkpoint):
         monkeypatch.setattr(t, "read_weights", lambda name: weights)
         cfg, start, _ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
-        assert cfg.width == t.gpt_config_of_run(cfg, start.weights).width == 30.0
+        assert cfg.width == t.gpt_config_of_run(cfg, start.model).width == 30.0
     with pytest.raises(t.UserError, match="width is 30.0 in the weights w: leave out --width"):
         t.resolve_config(flags | {"log_dir": str(tmp_path / "log"), "width": "31"})
 
@@ -595,7 +595,7 @@ def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
 def test_weights_with_a_constant_that_the_code_lacks_are_refused(finished):
     """The message names the constant that GPTConfig lacks."""
     weights = t.read_weights(str(finished / LAST))
-    weights.model_constants["width"] = 5
+    weights.model.constants["width"] = 5
     with pytest.raises(t.UserError, match="was made with the constant width, which GPTConfig in"):
         t.GPT.from_pretrained(weights)
 
@@ -957,7 +957,8 @@ def write_scale_of_sample(arrange, path):
 @pytest.mark.usefixtures("is_gpt2")
 def test_an_edit_of_build_model_also_applies_to_samples_and_the_export(folder):
     """A model that transformers computes differently is not exported. Samples use this model."""
-    run = succeed(Forked(folder / "scaled", max_steps=5, hide=["matplotlib"], arrange={scaled_mlp: 100.0}))
+    run = succeed(Forked(folder / "scaled", max_steps=5, hide=["matplotlib"],
+                         arrange={scaled_mlp: 100.0}))
     assert "Not exported: transformers would give different results (logits differ" in run.out
     assert not (run.log_dir / "hf").exists()
     seen = folder / "seen"

@@ -168,7 +168,7 @@ def test_a_run_starts_from_a_hugging_face_folder(trained):
     assert abs(read_log(trained.folder / "log")[0, "val"] - loss.item()) < 1e-4
     weights = t.read_weights(f"{trained.folder}/log/checkpoint_00004.pt")
     last = t.GPT.from_pretrained(weights)
-    assert (last.config.block_size, weights.encoding_name) == (48, "bytes")
+    assert (last.config.block_size, weights.model.encoding_name) == (48, "bytes")
     assert not torch.equal(last.transformer.ln_f.bias, trained.hf.transformer.ln_f.bias)
     assert_same_weights(t.gpt_from_hugging_face(trained.folder / "log" / "hf"), last)
     given = {"data": f"{trained.folder}/text.txt", "log_dir": f"{trained.folder}/log"}
