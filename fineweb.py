@@ -92,7 +92,7 @@ def encoding_arguments(name):
                         f"{', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
-@functools.lru_cache  # building GPT-2's encoding takes 0.2 s, and hellaswag.py asks for each text
+@functools.lru_cache  # building GPT-2's encoding takes 0.2 s; hellaswag.py needs it for each text
 def get_encoding(name):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used."""
     try:
@@ -327,7 +327,9 @@ def read_batches(urls, start_file, start_row):
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
-        texts = []  # the texts of the current batch that have been read so far
+        # The texts of the current batch that have been read so far. If a row cannot be read, their
+        # number shows which one it is
+        texts = []
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
@@ -339,8 +341,7 @@ def read_batches(urls, start_file, start_row):
                     row += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            # The first row that could not be read, counted from 1. If text_of() failed, the batch
-            # already has some texts
+            # The first row that could not be read, counted from 1
             failed_row = row + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{summary_of(e)}): repair the file or the network, and repeat the "
@@ -602,8 +603,8 @@ def find_finished(cfg, files):
     has none.
 
     Raise UserError if there are training shards, and they have no manifest or were made with
-    different settings. A validation shard alone (perhaps the corpus was too short for more) does
-    not cause an error: return [], so that it is made again.
+    different settings. If the only shard is a validation shard (perhaps because the corpus was too
+    short), these two cases are no errors. Then return [], so that it is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -640,7 +641,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    to_skip = start.offset  # number of tokens that belong to earlier shards
+    to_skip = start.offset  # number of tokens from start.row on that belong to earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:

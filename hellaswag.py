@@ -133,7 +133,8 @@ def encode_after_space(text, encode):
     space at the beginning of every text.
     """
     tokens = encode("a" + " " + text)
-    return tokens[len(encode("a")):]  # leave out the "a", but not the space
+    # Leave out the tokens of "a" (with a start token, if there is one), but not the space
+    return tokens[len(encode("a")):]
 
 def collate(rows):
     """Pad R rows with 0 to the length N of the longest one.
@@ -180,7 +181,7 @@ def prepare(examples, model, encode=gpt2_encode):
     model's device determines the size of the batches.
     """
     config = getattr(model, "config", None)
-    # All models of transformers have this number as max_position_embeddings
+    # In most models of transformers, this number is called max_position_embeddings
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
     rows, labels, n_tokens, n_truncated = [], [], [], 0
     for example in examples:
@@ -274,17 +275,19 @@ def ending_losses(model, tokens, is_ending):
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64
     return sums.index_add_(0, row_of_token, token_losses.cpu().double())
 
-def evaluate(model, examples, progress=False):
+def evaluate(model, prepared, progress=False):
     """Return the Score of a model, which is the same on every rank and for any number of ranks.
 
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
     precision with torch.autocast.
-    examples: the dicts from iterate_examples(), if the model has GPT-2's encoding, or a Prepared.
+    prepared: a Prepared. If the model has GPT-2's encoding, it may also be the dicts from
+    iterate_examples().
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """
-    prepared = examples if isinstance(examples, Prepared) else prepare(examples, model)
+    if not isinstance(prepared, Prepared):
+        prepared = prepare(prepared, model)
     rank, n_ranks = rank_and_world_size()
     sums = torch.zeros(prepared.n_tokens.numel(), dtype=torch.float64)
     batches = tqdm(prepared.batches[rank::n_ranks], unit="batch", disable=not progress)

@@ -143,10 +143,10 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() only records the std of a layer's weight as init_std. When GPT.__init__ has built all
-# layers, init_weights() draws each weight that has an init_std. Until then, all elements of such a
-# weight are equal to PLACEHOLDER. (For edits: it is so large that check_parameters() in part two
-# finds a weight that was copied or multiplied too early, and is therefore never drawn)
+# draw_later() stores the std of a layer's weight as init_std, and sets the elements of the weight
+# to PLACEHOLDER. When GPT.__init__ has built all layers, init_weights() replaces each PLACEHOLDER
+# by a random number. (For edits: PLACEHOLDER is large, so that check_parameters() in part two can
+# find weights that were copied or multiplied before that, and therefore were never drawn)
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -588,12 +588,12 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
 def store_peak_lrs(optimizers):
     """Store the lr with which each optimizer group was built as peak_lr.
 
-    step_optimizers() computes lr from it. build_state() in part two calls this function.
+    step_optimizers() computes lr from it. store_initial_hyperparameters() in part two calls this
+    function before the first step.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            if "lr" in group:
-                group.setdefault("peak_lr", group["lr"])
+            group.setdefault("peak_lr", group["lr"])  # a later call does not change it
 
 # ---- Training
 @dataclass
@@ -604,7 +604,8 @@ class State:
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. An attribute of any other type causes an error before
-    the first step.
+    the first step. (train_step() may create attributes too, but not objects: a checkpoint contains
+    only their state_dict(), which is loaded into the object that a new State has.)
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When it is called, raw_model has its initial weights, or
@@ -841,9 +842,9 @@ def train(run):
 #
 # A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once
 @dataclass
-class KnownModel:
+class ModelSpec:
     """What is known about a trained model, apart from its weights."""
-    source: str                # the file, folder or hub name that it comes from
+    source: str                # the file, folder or hub name that the model comes from
     # The known constants of the model's GPTConfig. dropout is never among them, because it belongs
     # to the training and not to the model
     constants: dict
@@ -852,16 +853,23 @@ class KnownModel:
 @dataclass
 class Weights:
     """The weights of a trained model."""
-    model: KnownModel
+    spec: ModelSpec
     tensors: dict              # the state_dict of a GPT
     code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
 
 @dataclass
 class StartingPoint:
-    """What a command starts from (see find_start)."""
-    model: KnownModel | None = None  # determines the model's constants (if None, Config does)
-    weights: Weights | None = None   # to load into the model
-    checkpoint: dict | None = None   # to restore State from
+    """What a command starts from (see find_start).
+
+        command                                 spec   weights   checkpoint
+        new run from scratch                    None   None      None
+        new run with init_from, or --sample     set    set       None
+        resumed run from scratch                None   None      set
+        resumed run that began with init_from   set    None      set
+    """
+    spec: ModelSpec | None = None   # determines the model's constants (if None, Config does)
+    weights: Weights | None = None  # to load into the model
+    checkpoint: dict | None = None  # to restore State from
 
 # ---- The start and the end of the program
 def main():
@@ -912,9 +920,9 @@ def resolve_config(flags, device=torch.device("cpu")):
     1. Choose the data and the preset. A flag determines the value of its constant. Without a flag,
        the preset determines it, and if the preset does not contain the constant, Config does.
     2. Read the weights or the checkpoint that the command starts from.
-    3. If a known model determines the model's constants, use them and its encoding. A flag with a
-       different value raises UserError. With the preset FINETUNE, also use a max_lr and a T that
-       suit this model, unless the preset or a flag sets them.
+    3. If there is a ModelSpec, use its constants and its encoding. A flag with a different value
+       raises UserError. With the preset FINETUNE, also use a max_lr and a T that suit this model,
+       unless the preset or a flag sets them.
     4. Lower B if it does not divide a process's share of the batch.
     """
     if "max_steps" in flags:
@@ -926,19 +934,19 @@ def resolve_config(flags, device=torch.device("cpu")):
     # These values replace the defaults in Config. Values of flags are still text, and make_config()
     # converts them
     chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
-    cfg = make_config(Config, chosen)
-    start = find_start(cfg, device)
-    model_line = ""
-    if start.model:
-        check_flags_against_model(flags, cfg, start.model)
-        suggested = values_for_fine_tuning(start.model) if preset_name == "FINETUNE" else {}
-        adapted = make_config(Config, suggested | chosen | settings_of_model(start.model))
-        model_line = "\n" + describe_model(start.model.source, before=cfg, after=adapted)
-        cfg = adapted
+    draft = make_config(Config, chosen)
+    start = find_start(draft, device)
+    cfg, spec_line = draft, ""
+    if start.spec:
+        check_flags_against_spec(flags, draft, start.spec)
+        suggested = values_for_fine_tuning(start.spec) if preset_name == "FINETUNE" else {}
+        # The settings of the spec take precedence. (No flag contradicts them: see the check above)
+        cfg = make_config(Config, suggested | chosen | settings_of_spec(start.spec))
+        spec_line = "\n" + describe_spec(start.spec.source, before=draft, after=cfg)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, start, f"{note}{describe_preset(preset_name, cfg)}{model_line}"
+    return cfg, start, f"{note}{describe_preset(preset_name, cfg)}{spec_line}"
 
 def choose_data(flags):
     """Return the training data and a note to print.
@@ -971,21 +979,21 @@ def find_start(cfg, device):
                         "the same --log_dir. Leave out --init_from=resume.")
     if cfg.sample:
         weights = read_weights_to_sample_from(cfg)
-        return StartingPoint(model=weights.model, weights=weights)
+        return StartingPoint(spec=weights.spec, weights=weights)
     checkpoint = read_newest_checkpoint(cfg.log_dir, device)
     if checkpoint is None and cfg.init_from == "scratch":  # a new run
         return StartingPoint()
     if checkpoint is None:  # a new run with existing weights
         weights = read_weights(cfg.init_from)
-        return StartingPoint(model=weights.model, weights=weights)
+        return StartingPoint(spec=weights.spec, weights=weights)
     if cfg.init_from == "scratch":
         # A resumed run. Config determines the model, as it did when the run began. If Config was
         # edited since then, check_same_training() reports it
         return StartingPoint(checkpoint=checkpoint)
     # A resumed run that began with existing weights. Its model has the constants of the model in
     # init_from. The checkpoint contains them too, and init_from may not exist any longer
-    weights = weights_in_checkpoint(checkpoint, cfg.log_dir)
-    return StartingPoint(model=weights.model, checkpoint=checkpoint)
+    spec = spec_in_checkpoint(checkpoint, cfg.log_dir)
+    return StartingPoint(spec=spec, checkpoint=checkpoint)
 
 def read_weights_to_sample_from(cfg):
     """Return the Weights in init_from or, if this constant is not set, those in log_dir."""
@@ -1009,34 +1017,34 @@ def read_newest_checkpoint(log_dir, device):
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
-def check_flags_against_model(flags, cfg, model):
-    """Raise UserError if a flag contradicts a KnownModel. cfg: a Config made with the flags."""
-    for name, value in settings_of_model(model).items():
+def check_flags_against_spec(flags, cfg, spec):
+    """Raise UserError if a flag contradicts a ModelSpec. cfg: a Config made with the flags."""
+    for name, value in settings_of_spec(spec).items():
         if name in flags and getattr(cfg, name) != value:
-            raise UserError(f"{name} is {value} in the weights {model.source}: leave out "
+            raise UserError(f"{name} is {value} in the weights {spec.source}: leave out "
                             f"--{name}.")
 
-def values_for_fine_tuning(model):
-    """Return good values of max_lr and T for fine-tuning a KnownModel, as {name: value}."""
+def values_for_fine_tuning(spec):
+    """Return good values of max_lr and T for fine-tuning a model, as {name: value}."""
     # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this max_lr
     # is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
-    return {"max_lr": 0.1 / model.constants["n_embd"],
-            "T": min(1024, 2 ** int(math.log2(model.constants["block_size"])))}
+    return {"max_lr": 0.1 / spec.constants["n_embd"],
+            "T": min(1024, 2 ** int(math.log2(spec.constants["block_size"])))}
 
-def settings_of_model(model):
-    """Return those constants in Config that a KnownModel determines, as {name: value}.
+def settings_of_spec(spec):
+    """Return those constants in Config that a ModelSpec determines, as {name: value}.
 
     They are the encoding, if it is known, and all constants that are also in GPTConfig, except
     dropout. T is not among them, since rows may be shorter than the model's block_size.
     """
     names = asdict(Config()).keys()
-    values = {name: value for name, value in model.constants.items() if name in names}
-    if model.encoding_name:
-        values["encoding"] = model.encoding_name
+    values = {name: value for name, value in spec.constants.items() if name in names}
+    if spec.encoding_name:
+        values["encoding"] = spec.encoding_name
     return values
 
-def describe_model(source, before, after):
-    """Return a line about a known model: its source, and the constants that it changes.
+def describe_spec(source, before, after):
+    """Return a line about a ModelSpec: its source, and the constants that it changes.
 
     before, after: the Config without and with these changes.
     """
@@ -1094,8 +1102,8 @@ def set_up(cfg, start, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     encoding, checkpoint = get_encoding(cfg.encoding), start.checkpoint
-    if start.model:
-        check_model_fits(start.model, cfg, encoding)
+    if start.spec:
+        check_spec_fits(start.spec, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint = fingerprint_of(loaders[0])
     lock = lock_run_folder(cfg.log_dir)
@@ -1105,15 +1113,15 @@ def set_up(cfg, start, device):
     folder = RunFolder(cfg, fingerprint, lock)
     run = build_run(cfg, start, device=device, loaders=loaders, folder=folder)
     catch_signals(run.signal_came)
-    warnings = warnings_about(run, checkpoint)
+    warnings = collect_warnings(run, checkpoint)
     folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
     lines = [description(run, checkpoint), *(f"!!! {warning}" for warning in warnings)]
     print0("\n".join(lines))
     return run
 
-def check_model_fits(model, cfg, encoding):
-    """Raise UserError if a KnownModel has the wrong vocabulary or too short a context."""
-    n_vocab, block_size = model.constants["n_vocab"], model.constants["block_size"]
+def check_spec_fits(spec, cfg, encoding):
+    """Raise UserError if the model of a ModelSpec has the wrong vocabulary or a short context."""
+    n_vocab, block_size = spec.constants["n_vocab"], spec.constants["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
                         f"context of {block_size}, but encoding={cfg.encoding} has "
@@ -1182,7 +1190,7 @@ def build_run(cfg, start, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.model)).to(device)
+    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.spec)).to(device)
     if start.weights:
         load_weights(raw_model, start.weights)
     state = build_state(raw_model, cfg, dtype)
@@ -1359,8 +1367,9 @@ def join_processes(device):
     # DDP(...) imports torch.distributed.nn. If this module is first imported while a process group
     # exists, it keeps a reference to the group, and Python may abort on exit. So import it now
     import torch.distributed.nn  # noqa: F401
-    # Processes find each other's addresses in torchrun's store, which outlives a restart. A prefix
-    # for each restart keeps them from finding the addresses of dead processes
+    # Processes find each other's addresses in torchrun's store. If a process dies, torchrun may
+    # start all of them again (--max-restarts), but its store remains. A prefix for each restart
+    # keeps them from finding the addresses of dead processes
     store, _, _ = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), store)
     gpu = device if device.type == "cuda" else None
@@ -1532,29 +1541,33 @@ def read_weights(name):
     # For edits: a constant that you have added to GPTConfig is unknown to transformers
     known = ("block_size", "n_vocab", "vocab_size", "n_layer", "n_head", "n_embd")
     constants = {key: getattr(model.config, key) for key in known}
-    return Weights(KnownModel(name, constants, encoding_name), model.state_dict())
+    return Weights(ModelSpec(name, constants, encoding_name), model.state_dict())
 
-def weights_in_checkpoint(checkpoint, source):
-    """Return the Weights of eval_model in a checkpoint."""
+def spec_in_checkpoint(checkpoint, source):
+    """Return the ModelSpec of the model in a checkpoint. source: its file or folder."""
     constants = dict(checkpoint["gpt_config"])
     constants.pop("dropout", None)
-    model = KnownModel(source, constants, checkpoint["encoding"])
-    return Weights(model, checkpoint["eval_model"], checkpoint.get("code"))
+    return ModelSpec(source, constants, checkpoint["encoding"])
 
-def gpt_config_of_run(cfg, model=None):
+def weights_in_checkpoint(checkpoint, source):
+    """Return the Weights of eval_model in a checkpoint. source: its file or folder."""
+    spec = spec_in_checkpoint(checkpoint, source)
+    return Weights(spec, checkpoint["eval_model"], checkpoint.get("code"))
+
+def gpt_config_of_run(cfg, spec=None):
     """Return the GPTConfig of the model that a command builds.
 
-    model: the KnownModel that determines the constants. If it is None, cfg determines them.
+    spec: the ModelSpec that determines the constants. If it is None, cfg determines them.
     """
     # The constants that both classes have: n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
-    if model is None:
+    if spec is None:
         n_vocab = get_encoding(cfg.encoding).n_vocab
         return GPTConfig(block_size=cfg.T, n_vocab=n_vocab, vocab_size=padded(n_vocab), **in_both)
-    # model.constants never contains dropout, so dropout comes from cfg. For edits: a constant that
+    # spec.constants never contains dropout, so dropout comes from cfg. For edits: a constant that
     # did not exist when the weights were trained also comes from cfg
-    return make_gpt_config(in_both | model.constants, model.source)
+    return make_gpt_config(in_both | spec.constants, spec.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1572,7 +1585,7 @@ def load_weights(model, weights):
 
     Raise UserError if the model lacks one of the weights or has it in a different shape.
     """
-    own, source = model.state_dict(), weights.model.source
+    own, source = model.state_dict(), weights.spec.source
     if missing := own.keys() - weights.tensors.keys():
         print0(f"!!! {source} lacks {min(missing)}. {len(missing)} tensor(s) keep the "
                "initial values that the code gives them.")
@@ -1586,8 +1599,8 @@ def load_weights(model, weights):
 def load_pretrained(cls, source, constants):
     """Return a model of class `cls` (GPT) with the weights in `source` (see from_pretrained)."""
     weights = source if isinstance(source, Weights) else read_weights(str(source))
-    known = weights.model
-    model = cls(make_gpt_config(known.constants | constants, known.source))
+    spec = weights.spec
+    model = cls(make_gpt_config(spec.constants | constants, spec.source))
     load_weights(model, weights)
     return model
 
@@ -1673,7 +1686,7 @@ def read_checkpoint(path, mmap=True):
             raise ValueError("this script did not write it")
     except Exception as e:  # reading a damaged file may raise any exception
         raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}).") from None
-    return converted_to_todays_format(checkpoint)
+    return converted_to_todays_format(checkpoint)  # an older version may have written it
 
 # ---- Restoring State from the entry "state" of a checkpoint
 def restore_state(state, saved):
@@ -1685,7 +1698,7 @@ def restore_state(state, saved):
     check_is_complete(saved, state)
     device = next(state.raw_model.parameters()).device
     for name, saved_value in saved.items():
-        # For edits: if train_step() creates an attribute, a new State does not have it yet
+        # For edits: if train_step() creates an attribute, a new State does not have it
         value = getattr(state, name, None)
         if is_stateful(value):
             load_object(value, saved_value)
@@ -1859,9 +1872,9 @@ def check_same_training(checkpoint, cfg, fingerprint):
     The data and all constants must be the same, except that max_steps may grow, and the constants
     in FREE_TO_CHANGE may differ.
 
-    Edited code may continue an unfinished run, whose result then contains a warning (see
-    warnings_about). It may not continue a finished run: it would only evaluate the model again, and
-    record the result as if the edited code had trained the model.
+    Edited code may continue a run that has steps left. (collect_warnings() then adds a warning to
+    the result.) Without steps left, it would only evaluate the model again, and record the result
+    as if the edited code had trained the model.
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
@@ -1872,8 +1885,8 @@ def check_same_training(checkpoint, cfg, fingerprint):
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    has_finished = checkpoint["state"]["step"] >= cfg.max_steps
-    if has_finished and is_of_other_code(checkpoint.get("code")):
+    no_steps_left = checkpoint["state"]["step"] >= cfg.max_steps
+    if no_steps_left and is_of_other_code(checkpoint.get("code")):
         values.append("train_gpt2.py was edited after it finished")
     if values:
         raise UserError(f"The run in {cfg.log_dir}/ is a different one: {'; '.join(values)}. Undo "
@@ -1995,8 +2008,8 @@ class RunFolder:
         """Delete checkpoints that need not be kept, now that the one for `step` has been written.
 
         Keep the two newest checkpoints, those at multiples of keep_every, and the one with the
-        lowest validation loss. (Damaged checkpoints of later steps, which could not be resumed
-        from, are not touched.)
+        lowest validation loss. (If the run was resumed from an earlier checkpoint because later
+        ones were damaged, these are not touched.)
         """
         found = find_checkpoints(self.path)  # {step: path}
         older = [other_step for other_step in found if other_step < step]  # the newest step first
@@ -2299,10 +2312,11 @@ def validate(run):
     write_log(run, step, "minutes", run.state.minutes)
     run.validated_step = step
 
-def warnings_about(run, checkpoint):
+def collect_warnings(run, checkpoint):
     """Return the warnings that run.json stores beside the result of a run.
 
-    There are two: the loss is not the cross-entropy, and edited code continues the run.
+    There are two: the loss is not the cross-entropy, and edited code continues the run. RunFolder
+    stores them with each start, and result_of() collects them.
     """
     warnings = [warning_about_loss(run)]
     if checkpoint and is_of_other_code(checkpoint.get("code")):
@@ -2366,9 +2380,9 @@ def print_sample(run):
 def sample_only(cfg, start, device):
     """Print cfg.sample samples from the model with the weights in `start`, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = build_model(cfg, gpt_config_of_run(cfg, start.model)).to(device)
+    model = build_model(cfg, gpt_config_of_run(cfg, start.spec)).to(device)
     load_weights(model, start.weights)
-    print0(f"Samples from {start.model.source}:")
+    print0(f"Samples from {start.spec.source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 
@@ -2467,7 +2481,7 @@ def export(run):
         model = build_model(run.cfg, run.state.raw_model.config)
         load_weights(model, weights)
         save_hugging_face(model, path / "hf", run.encoding)
-        print0(f"exported {weights.model.source} to {path / 'hf'}/, for transformers and "
+        print0(f"exported {weights.spec.source} to {path / 'hf'}/, for transformers and "
                "hellaswag.py")
     except Exception as e:  # for example, transformers may be missing
         print0(f"Not exported: {summary_of(e)}.")

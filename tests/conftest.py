@@ -1,7 +1,7 @@
 """Helpers and fixtures that all tests share: paths, data, tiny training runs, and a local hub.
 
 Importing torch and transformers takes seconds. Most runs of train_gpt2.py are therefore forked from
-one process that has already imported them. Other runs start the script in the way that a user does.
+one process that has already imported them. Other runs start the script as a user does.
 """
 import functools
 import hashlib
@@ -49,7 +49,8 @@ def beside_others(test):
 
     It runs in a thread while the other tests run, which saves a minute in all. Such a test gets
     tmp_path, uses no other fixture, and passes cwd and ENV to its programs, because the working
-    directory and os.environ belong to the test that runs at the same time.
+    directory and os.environ belong to the test that runs at the same time. It uses nothing that
+    other tests patch.
     """
     @functools.wraps(test)
     def wait_for_test(tmp_path):
@@ -62,7 +63,11 @@ def beside_others(test):
 
 def pytest_collection_modifyitems(items):
     """Move the tests that run beside the others to the end, when most of them have finished."""
-    items.sort(key=lambda item: hasattr(item.function, "beside_others"))
+    items.sort(key=lambda item: test_beside_others(item) is not None)
+
+def test_beside_others(item):
+    """Return the test that beside_others() has decorated, or None if this is another test."""
+    return getattr(getattr(item, "function", None), "beside_others", None)
 
 @pytest.fixture(scope="session", autouse=True)
 def start_tests_beside_others(request, tmp_path_factory):
@@ -70,8 +75,7 @@ def start_tests_beside_others(request, tmp_path_factory):
     executor = ThreadPoolExecutor(max_workers=1)
     if not hasattr(request.config, "workerinput"):  # not in a process of pytest-xdist
         for item in request.session.items:
-            test = getattr(item.function, "beside_others", None)
-            if test:
+            if test := test_beside_others(item):
                 folder = tmp_path_factory.mktemp(item.name)
                 STARTED[test] = executor.submit(test, folder)
     yield
@@ -151,12 +155,12 @@ def need_gpus(number):
         if found < number:
             pytest.skip(f"{number} processes need {number} GPUs, but there are {found}")
 
-def flags(folder=None, **changes):
-    """Return the flags of a tiny training run.
+def flags(folder=None, without=(), **changes):
+    """Return the flags of a tiny training run. without: constants in TINY to leave out.
 
     If its log_dir, `folder`, is given, the run trains on text.txt in the parent of that folder.
     """
-    constants = TINY | changes
+    constants = {name: value for name, value in TINY.items() if name not in without} | changes
     if folder:
         constants = dict(data=Path(folder).parent / "text.txt", log_dir=folder) | constants
     return [f"--{name}={value}" for name, value in constants.items()]

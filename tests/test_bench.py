@@ -6,6 +6,9 @@ import re
 
 import bench
 import pytest
+from conftest import TINY, write_text
+
+import train_gpt2
 
 STAT = """cpu  700 0 300 9000 50 0 0 0 0 0
 cpu0 {0} 0 100 4000 25 0 0 0 {4} 0
@@ -27,6 +30,12 @@ class FakeLoad:
 
     def wait(self):
         return bench.wait_for_free_cores(self.in_use, lambda: self.seconds)
+
+def test_a_run_is_set_up_as_in_the_script(tmp_path):
+    with bench.training_run(**TINY | dict(data=str(write_text(tmp_path)), device="cpu",
+                                          compile=False)) as run:
+        assert run.cfg.n_layer == 1 and run.state.step == 0
+        assert train_gpt2.train_step(run)[0] > 0
 
 def test_guard_does_not_wait_if_cores_are_free(capsys):
     load = FakeLoad(0.1)

@@ -206,7 +206,7 @@ def test_a_checkpoint_that_does_not_fit_the_code_is_reported(folder, finished):
     saved = load(finished / LAST)
     cfg = t.Config(**saved["constants"])
     weights = t.weights_in_checkpoint(saved, "saved")
-    model = t.build_model(cfg, t.gpt_config_of_run(cfg, weights.model))
+    model = t.build_model(cfg, t.gpt_config_of_run(cfg, weights.spec))
     optimizers = [torch.optim.SGD(model.parameters())]
     with mock.patch.object(t, "configure_optimizers", return_value=optimizers):
         with pytest.raises(t.UserError, match="has the state of AdamW, but the code uses SGD"):
@@ -411,7 +411,7 @@ def test_what_cannot_be_stored_in_a_group_is_reported_before_the_first_step(
         t.build_state(small(), t.Config(), torch.float32)
 
 def test_an_attribute_that_training_created_is_restored():
-    """A new State does not have it yet. It may be any value that a checkpoint can store."""
+    """A new State does not have it yet. It may be a number, a string, a tensor, a list or dict."""
     saved = muon_state().state_dict() | {"average": {"w": torch.ones(1)}}
     assert muon_state(saved).average == {"w": torch.ones(1)}
 
@@ -447,8 +447,8 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     names = [field for field in dataclasses.fields(t.GPTConfig) if field.name != "dropout"]
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
-    model = t.KnownModel("x", {"n_layer": 2}, "bytes")
-    assert t.gpt_config_of_run(t.Config(), model).n_layer == 2
+    spec = t.ModelSpec("x", {"n_layer": 2}, "bytes")
+    assert t.gpt_config_of_run(t.Config(), spec).n_layer == 2
 
 def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     """A flag that is written differently, but has the same value, does not contradict weights."""
@@ -463,11 +463,11 @@ def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     # transformers' GPT-2 lacks the constant, so the model has GPTConfig's default
     monkeypatch.setattr(t, "gpt_from_hugging_face", lambda name: t.GPT(t.GPTConfig(**known)))
     of_transformers = t.read_weights("w")
-    of_checkpoint = t.Weights(t.KnownModel("w", known | {"width": 30.0}, "bytes"), {})
+    of_checkpoint = t.Weights(t.ModelSpec("w", known | {"width": 30.0}, "bytes"), {})
     for weights in (of_transformers, of_checkpoint):
         monkeypatch.setattr(t, "read_weights", lambda name: weights)
         cfg, start, _ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
-        assert cfg.width == t.gpt_config_of_run(cfg, start.model).width == 30.0
+        assert cfg.width == t.gpt_config_of_run(cfg, start.spec).width == 30.0
     with pytest.raises(t.UserError, match="width is 30.0 in the weights w: leave out --width"):
         t.resolve_config(flags | {"log_dir": str(tmp_path / "log"), "width": "31"})
 
@@ -595,7 +595,7 @@ def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
 def test_weights_with_a_constant_that_the_code_lacks_are_refused(finished):
     """The message names the constant that GPTConfig lacks."""
     weights = t.read_weights(str(finished / LAST))
-    weights.model.constants["width"] = 5
+    weights.spec.constants["width"] = 5
     with pytest.raises(t.UserError, match="was made with the constant width, which GPTConfig in"):
         t.GPT.from_pretrained(weights)
 
@@ -799,7 +799,7 @@ def test_a_loss_that_is_not_the_cross_entropy_is_reported(monkeypatch, tmp_path)
     run.val_loader = run.train_loader
     monkeypatch.setattr(t.GPT, "forward", forward)
     for wrong in (False, True):
-        [*warning] = t.warnings_about(run, checkpoint={})
+        [*warning] = t.collect_warnings(run, checkpoint={})
         assert bool(warning) == wrong
     assert "val is not the cross-entropy" in warning[0]
     folder = t.RunFolder(t.Config(log_dir=str(tmp_path)), "data")

@@ -170,9 +170,9 @@ def test_the_quick_start_has_the_same_losses_on_a_gpu_and_a_cpu(folder):
     """
     short = dict(max_steps=12, eval_every=6, val_tokens=8192, sample_every=0, dtype="float32",
                  data=ROOT / "input.txt")
-    with mock.patch.dict(TINY, clear=True):  # no other flags, so that SMALL is used
-        cpu, gpu = (Forked(None, log_dir=folder / device, device=device, **short)
-                    for device in ("cpu", "cuda"))
+    # No other flags, so that SMALL is used
+    cpu, gpu = (Forked(None, log_dir=folder / device, device=device, without=TINY, **short)
+                for device in ("cpu", "cuda"))
     succeed(cpu), succeed(gpu)
     assert "settings  SMALL" in gpu.out and "1 x cuda, float32" in gpu.out
     assert_close_logs(folder / "cpu", folder / "cuda")

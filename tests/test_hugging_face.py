@@ -136,10 +136,8 @@ def forked(cwd, **changes):
     """
     constants = dict(data="text.txt", log_dir="log", T=32, total_batch_size=256, epochs=0.02,
                      save_every=1, eval_every=2, sample_every=4, val_tokens=2048)
-    with mock.patch.dict(TINY):
-        for name in ("n_layer", "n_head", "n_embd", "encoding", "max_steps"):
-            TINY.pop(name)
-        return Forked(None, cwd=cwd, hide=["matplotlib"], **constants | changes)
+    without = ("n_layer", "n_head", "n_embd", "encoding", "max_steps")
+    return Forked(None, cwd=cwd, hide=["matplotlib"], without=without, **constants | changes)
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
@@ -168,7 +166,7 @@ def test_a_run_starts_from_a_hugging_face_folder(trained):
     assert abs(read_log(trained.folder / "log")[0, "val"] - loss.item()) < 1e-4
     weights = t.read_weights(f"{trained.folder}/log/checkpoint_00004.pt")
     last = t.GPT.from_pretrained(weights)
-    assert (last.config.block_size, weights.model.encoding_name) == (48, "bytes")
+    assert (last.config.block_size, weights.spec.encoding_name) == (48, "bytes")
     assert not torch.equal(last.transformer.ln_f.bias, trained.hf.transformer.ln_f.bias)
     assert_same_weights(t.gpt_from_hugging_face(trained.folder / "log" / "hf"), last)
     given = {"data": f"{trained.folder}/text.txt", "log_dir": f"{trained.folder}/log"}

@@ -99,7 +99,7 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
     cfg, start, lines = t.resolve_config(given)
     assert start.weights is weights and start.checkpoint is None
-    gpt_config = t.gpt_config_of_run(cfg, start.model)
+    gpt_config = t.gpt_config_of_run(cfg, start.spec)
     assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
     assert "FINETUNE" in lines and "weights   weights sets encoding='bytes' (not 'gpt2')" in lines
     assert "T=64 (not 1024), n_layer=2 (not 12), n_head=3 (not 12), n_embd=12 (n" in lines
