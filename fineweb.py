@@ -603,8 +603,8 @@ def find_finished(cfg, files):
     has none.
 
     Raise UserError if there are training shards, and they have no manifest or were made with
-    different settings. If the only shard is a validation shard (perhaps because the corpus was too
-    short), these two cases are no errors. Then return [], so that it is made again.
+    different settings. Without training shards (perhaps the corpus was too short), return [] in
+    these two cases, so that the validation shard, if there is one, is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

@@ -221,8 +221,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        # forward() passes only its probability p to the attention. It is a module for uniformity
-        # with the other dropouts: code that changes p of all nn.Dropout modules also finds this one
+        # forward() only passes p, the probability in this module, to the attention. (For edits: it
+        # is a module so that code that changes p in all nn.Dropout modules also finds this one)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -588,12 +588,13 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
 def store_peak_lrs(optimizers):
     """Store the lr with which each optimizer group was built as peak_lr.
 
-    step_optimizers() computes lr from it. store_initial_hyperparameters() in part two calls this
-    function before the first step.
+    step_optimizers() computes lr from it. build_state() in part two calls this function once, when
+    the optimizers have been built. For edits: if training adds an optimizer or a group, call it
+    again. It does not change the groups that have a peak_lr already.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group.setdefault("peak_lr", group["lr"])  # a later call does not change it
+            group.setdefault("peak_lr", group["lr"])
 
 # ---- Training
 @dataclass
@@ -604,8 +605,8 @@ class State:
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. An attribute of any other type causes an error before
-    the first step. (train_step() may create attributes too, but not objects: a checkpoint contains
-    only their state_dict(), which is loaded into the object that a new State has.)
+    the first step. (train_step() may also create attributes, but none with state_dict(). They must
+    exist in a new State, because what a checkpoint contains is loaded into them.)
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When it is called, raw_model has its initial weights, or
@@ -650,7 +651,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions (a hellaswag.Prepared); None if it is off
-    folder: "RunFolder | None"    # writes to log_dir; None if only trial steps are taken
+    folder: "RunFolder | None"    # writes to log_dir; None for trial steps, taken outside train()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -777,8 +778,8 @@ def train(run):
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (save()
-            # does nothing at step 0 of a run from scratch. It never deletes a checkpoint at a
-            # multiple of keep_every)
+            # does nothing at step 0 of a run from scratch. It deletes older checkpoints, but never
+            # those at multiples of keep_every)
             check_ranks_have_same_weights(run)
             run.folder.save(state)
         if due(cfg.eval_every, run):
@@ -845,9 +846,9 @@ def train(run):
 class ModelSpec:
     """What is known about a trained model, apart from its weights."""
     source: str                # the file, folder or hub name that the model comes from
-    # The known constants of the model's GPTConfig. dropout is never among them, because it belongs
+    # The known part of the model's GPTConfig, as a dict. It never contains dropout, which belongs
     # to the training and not to the model
-    constants: dict
+    gpt_config: dict
     encoding_name: str | None  # None if it is unknown
 
 @dataclass
@@ -974,7 +975,7 @@ def choose_preset(data, flags):
 
 def find_start(cfg, device):
     """Return the StartingPoint of a command. Raise UserError if a file cannot be read."""
-    if cfg.init_from == "resume":
+    if cfg.init_from == "resume":  # nanoGPT's way to resume a run
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
     if cfg.sample:
@@ -1028,8 +1029,8 @@ def values_for_fine_tuning(spec):
     """Return good values of max_lr and T for fine-tuning a model, as {name: value}."""
     # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this max_lr
     # is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
-    return {"max_lr": 0.1 / spec.constants["n_embd"],
-            "T": min(1024, 2 ** int(math.log2(spec.constants["block_size"])))}
+    return {"max_lr": 0.1 / spec.gpt_config["n_embd"],
+            "T": min(1024, 2 ** int(math.log2(spec.gpt_config["block_size"])))}
 
 def settings_of_spec(spec):
     """Return those constants in Config that a ModelSpec determines, as {name: value}.
@@ -1038,7 +1039,7 @@ def settings_of_spec(spec):
     dropout. T is not among them, since rows may be shorter than the model's block_size.
     """
     names = asdict(Config()).keys()
-    values = {name: value for name, value in spec.constants.items() if name in names}
+    values = {name: value for name, value in spec.gpt_config.items() if name in names}
     if spec.encoding_name:
         values["encoding"] = spec.encoding_name
     return values
@@ -1113,7 +1114,7 @@ def set_up(cfg, start, device):
     folder = RunFolder(cfg, fingerprint, lock)
     run = build_run(cfg, start, device=device, loaders=loaders, folder=folder)
     catch_signals(run.signal_came)
-    warnings = collect_warnings(run, checkpoint)
+    warnings = find_warnings(run, checkpoint)
     folder.begin(run.state.step, continues=bool(checkpoint), warnings=warnings)
     lines = [description(run, checkpoint), *(f"!!! {warning}" for warning in warnings)]
     print0("\n".join(lines))
@@ -1121,7 +1122,7 @@ def set_up(cfg, start, device):
 
 def check_spec_fits(spec, cfg, encoding):
     """Raise UserError if the model of a ModelSpec has the wrong vocabulary or a short context."""
-    n_vocab, block_size = spec.constants["n_vocab"], spec.constants["block_size"]
+    n_vocab, block_size = spec.gpt_config["n_vocab"], spec.gpt_config["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
                         f"context of {block_size}, but encoding={cfg.encoding} has "
@@ -1216,6 +1217,7 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
+    store_peak_lrs(state.optimizers)
     store_initial_hyperparameters(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
@@ -1540,14 +1542,14 @@ def read_weights(name):
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
     # For edits: a constant that you have added to GPTConfig is unknown to transformers
     known = ("block_size", "n_vocab", "vocab_size", "n_layer", "n_head", "n_embd")
-    constants = {key: getattr(model.config, key) for key in known}
-    return Weights(ModelSpec(name, constants, encoding_name), model.state_dict())
+    gpt_config = {key: getattr(model.config, key) for key in known}
+    return Weights(ModelSpec(name, gpt_config, encoding_name), model.state_dict())
 
 def spec_in_checkpoint(checkpoint, source):
     """Return the ModelSpec of the model in a checkpoint. source: its file or folder."""
-    constants = dict(checkpoint["gpt_config"])
-    constants.pop("dropout", None)
-    return ModelSpec(source, constants, checkpoint["encoding"])
+    gpt_config = dict(checkpoint["gpt_config"])
+    gpt_config.pop("dropout", None)
+    return ModelSpec(source, gpt_config, checkpoint["encoding"])
 
 def weights_in_checkpoint(checkpoint, source):
     """Return the Weights of eval_model in a checkpoint. source: its file or folder."""
@@ -1565,9 +1567,9 @@ def gpt_config_of_run(cfg, spec=None):
     if spec is None:
         n_vocab = get_encoding(cfg.encoding).n_vocab
         return GPTConfig(block_size=cfg.T, n_vocab=n_vocab, vocab_size=padded(n_vocab), **in_both)
-    # spec.constants never contains dropout, so dropout comes from cfg. For edits: a constant that
+    # spec.gpt_config never contains dropout, so dropout comes from cfg. For edits: a constant that
     # did not exist when the weights were trained also comes from cfg
-    return make_gpt_config(in_both | spec.constants, spec.source)
+    return make_gpt_config(in_both | spec.gpt_config, spec.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1600,7 +1602,7 @@ def load_pretrained(cls, source, constants):
     """Return a model of class `cls` (GPT) with the weights in `source` (see from_pretrained)."""
     weights = source if isinstance(source, Weights) else read_weights(str(source))
     spec = weights.spec
-    model = cls(make_gpt_config(spec.constants | constants, spec.source))
+    model = cls(make_gpt_config(spec.gpt_config | constants, spec.source))
     load_weights(model, weights)
     return model
 
@@ -1649,9 +1651,9 @@ def newest_or_best_checkpoint(folder):
     # {step: validation loss} of these checkpoints. Some may not have been validated
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
     if losses:
-        last_step = max(losses)                  # the largest key
+        last_validated = max(losses)             # the largest key
         best_step = min(losses, key=losses.get)  # the key with the lowest value
-        if losses[last_step] > losses[best_step]:
+        if losses[last_validated] > losses[best_step]:
             paths.remove(found[best_step])
             paths.insert(0, found[best_step])
     return first_undamaged(paths, folder)
@@ -1760,15 +1762,14 @@ def moved(content, device):
 #     0.95                   0.97                0.90              0.90: was edited
 #
 # To compare the first column with the third one, each group has an entry "initial", which is saved
-# in checkpoints: a dict of the values with which the code has built the group. (For constants in
-# Config, such as max_lr, this does not matter: check_same_training() does not let them change)
+# in checkpoints: a dict of the values with which the code has built the group. (This is about edits
+# of code such as configure_optimizers(). Edits of constants in Config, such as max_lr, are reported
+# by check_same_training())
 def store_initial_hyperparameters(optimizers):
-    """Copy the hyperparameters of each optimizer group to group["initial"].
+    """Copy the hyperparameters of each optimizer group, with peak_lr, to group["initial"].
 
-    Store the peak_lr first, so that it is one of them. For edits: if training adds an optimizer or
-    a group, call this function again.
+    For edits: if training adds an optimizer or a group, call this function again.
     """
-    store_peak_lrs(optimizers)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             if "initial" not in group:
@@ -1791,11 +1792,11 @@ def load_optimizer(optimizer, saved):
     device = parameters[0].device if parameters else None
     groups = []
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        # `group` keeps what was edited, and its "initial". Everything else is restored. (This
-        # includes the "params" of saved_group, which are numbers, as load_state_dict() expects)
-        restored = {name: value for name, value in saved_group.items()
-                    if name != "initial" and not was_edited(name, group, saved_group)}
-        groups.append(group | moved(restored, device))
+        # Saved values replace those of the code, except for those to keep. ("params" are also
+        # replaced: in a saved group, they are numbers, as load_state_dict() expects)
+        to_keep = {name: value for name, value in group.items()
+                   if name == "initial" or was_edited(name, group, saved_group)}
+        groups.append(group | moved(saved_group, device) | to_keep)
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
 def was_edited(name, group, saved_group):
@@ -1872,9 +1873,9 @@ def check_same_training(checkpoint, cfg, fingerprint):
     The data and all constants must be the same, except that max_steps may grow, and the constants
     in FREE_TO_CHANGE may differ.
 
-    Edited code may continue a run that has steps left. (collect_warnings() then adds a warning to
-    the result.) Without steps left, it would only evaluate the model again, and record the result
-    as if the edited code had trained the model.
+    If the code was edited, the run continues, and find_warnings() reports it. But it is an error
+    if the run has no steps left, because run.json would then say that the edited code had trained
+    the model.
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
@@ -2312,7 +2313,7 @@ def validate(run):
     write_log(run, step, "minutes", run.state.minutes)
     run.validated_step = step
 
-def collect_warnings(run, checkpoint):
+def find_warnings(run, checkpoint):
     """Return the warnings that run.json stores beside the result of a run.
 
     There are two: the loss is not the cross-entropy, and edited code continues the run. RunFolder
@@ -2615,10 +2616,13 @@ def rename_to_initial(optimizers):
     It was called "as_built", and later "in_code".
     """
     for optimizer in optimizers:
-        if "class" not in optimizer:  # For edits: an object that is not a torch.optim.Optimizer
+        # The oldest checkpoints have no "class" and no such entry. For edits: nor has an object
+        # that is not a torch.optim.Optimizer
+        if "class" not in optimizer:
             continue
         for group in optimizer["param_groups"]:
-            # If a group has two of these entries, the newest one counts
+            # A run that several versions have continued may have several of these entries. The
+            # newest one counts
             entries = [group.pop(name) for name in ("as_built", "in_code", "initial")
                        if name in group]
             if entries:
