@@ -602,9 +602,9 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    Raise UserError if there are training shards, and they have no manifest or were made with
-    different settings. Without training shards (perhaps the corpus was too short), return [] in
-    these two cases, so that the validation shard, if there is one, is made again.
+    If there are training shards without a manifest, or made with different settings, raise
+    UserError. If there is only such a validation shard (perhaps the corpus was too short for
+    others), return [], so that it is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

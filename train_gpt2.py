@@ -605,8 +605,9 @@ class State:
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. An attribute of any other type causes an error before
-    the first step. (train_step() may also create attributes, but none with state_dict(). They must
-    exist in a new State, because what a checkpoint contains is loaded into them.)
+    the first step. (train_step() may also create attributes, except for objects with state_dict().
+    Such an object must exist in a new State, because what the checkpoint contains is loaded into
+    it.)
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When it is called, raw_model has its initial weights, or
@@ -1217,8 +1218,8 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    store_peak_lrs(state.optimizers)
-    store_initial_hyperparameters(state.optimizers)
+    store_peak_lrs(state.optimizers)  # for step_optimizers()
+    store_initial_hyperparameters(state.optimizers)  # for load_optimizer(), if the run is resumed
     check_can_be_saved(state.state_dict())
     return state
 
