@@ -519,8 +519,8 @@ class Place(NamedTuple):
 
     For example, the batch that starts at row 300 of file 2 has 5,000 tokens, and the shard is full
     after 1,200 of them. The shard ends at Place(2, 300, 1200). The next shard is made by reading
-    from row 300 of file 2 on and leaving out the first 1,200 tokens. (So a later run may cut the
-    rows into other batches.)
+    from row 300 of file 2 on and leaving out the first 1,200 tokens. (It does not matter into which
+    batches that run cuts the rows.)
     """
     file_number: int  # index of the file in reading order; len(files) at the end of the corpus
     row: int          # the first row of the batch in which the shard ends
@@ -544,8 +544,9 @@ def manifest_settings(cfg, files, shards):
     if not shards:
         return settings
     # The shards depend on all files up to the one in which the last shard ends. If the corpus ended
-    # with this shard, end.file_number is len(files), the number of a file that does not exist yet.
-    # If this file is added later, the settings change, and find_finished() reports it.
+    # with this shard, end.file_number is len(files), so the slice below contains all files. A file
+    # that is added later is in this slice, too. Then the settings change, and find_finished()
+    # reports it.
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files[:last_number + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"

@@ -145,8 +145,9 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore
 # draw_later() stores the std of a layer's weight as init_std, and sets the elements of the weight
 # to PLACEHOLDER. When GPT.__init__ has built all layers, init_weights() replaces each PLACEHOLDER
-# by a random number. (For edits: PLACEHOLDER is large, so that check_parameters() in part two can
-# find weights that were copied or multiplied before that, and therefore were never drawn)
+# by a random number. (For edits: if an edit copies or multiplies a weight before init_weights() is
+# called, the result is not drawn. PLACEHOLDER is so large that check_parameters() in part two finds
+# such a weight)
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -221,8 +222,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        # forward() only passes p, the probability in this module, to the attention. (For edits: it
-        # is a module so that code that changes p in all nn.Dropout modules also finds this one)
+        # forward() does not call this module. It only passes the probability self.dropout.p to the
+        # attention. (For edits: code that sets p of all nn.Dropout modules also finds this one)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -585,17 +586,6 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
-def store_peak_lrs(optimizers):
-    """Store the lr with which each optimizer group was built as peak_lr.
-
-    step_optimizers() computes lr from it. build_state() in part two calls this function once, when
-    the optimizers have been built. For edits: if training adds an optimizer or a group, call it
-    again. It does not change the groups that have a peak_lr already.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group.setdefault("peak_lr", group["lr"])
-
 # ---- Training
 @dataclass
 class State:
@@ -747,7 +737,8 @@ def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
     The learning rate of each group follows the curve of get_lr(), scaled so that its highest value
-    is the group's peak_lr. For AdamW's groups, whose peak_lr is max_lr, it is just get_lr().
+    is the group's peak_lr. This is the lr with which configure_optimizers() built the group. (Since
+    lr changes in each step, store_initial_hyperparameters() in part two has stored it as peak_lr)
     """
     # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
     # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
@@ -868,6 +859,9 @@ class StartingPoint:
         new run with init_from, or --sample     set    set       None
         resumed run from scratch                None   None      set
         resumed run that began with init_from   set    None      set
+
+    When a run from scratch is resumed, Config determines the model again, so that
+    check_same_training() can report edits of Config.
     """
     spec: ModelSpec | None = None   # determines the model's constants (if None, Config does)
     weights: Weights | None = None  # to load into the model
@@ -989,9 +983,7 @@ def find_start(cfg, device):
         weights = read_weights(cfg.init_from)
         return StartingPoint(spec=weights.spec, weights=weights)
     if cfg.init_from == "scratch":
-        # A resumed run. Config determines the model, as it did when the run began. If Config was
-        # edited since then, check_same_training() reports it
-        return StartingPoint(checkpoint=checkpoint)
+        return StartingPoint(checkpoint=checkpoint)  # a resumed run
     # A resumed run that began with existing weights. Its model has the constants of the model in
     # init_from. The checkpoint contains them too, and init_from may not exist any longer
     spec = spec_in_checkpoint(checkpoint, cfg.log_dir)
@@ -1218,8 +1210,7 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    store_peak_lrs(state.optimizers)  # for step_optimizers()
-    store_initial_hyperparameters(state.optimizers)  # for load_optimizer(), if the run is resumed
+    store_initial_hyperparameters(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -1767,12 +1758,14 @@ def moved(content, device):
 # of code such as configure_optimizers(). Edits of constants in Config, such as max_lr, are reported
 # by check_same_training())
 def store_initial_hyperparameters(optimizers):
-    """Copy the hyperparameters of each optimizer group, with peak_lr, to group["initial"].
+    """Copy the lr of each optimizer group to peak_lr, and all hyperparameters to "initial".
 
-    For edits: if training adds an optimizer or a group, call this function again.
+    For edits: if training adds an optimizer or a group, call this function again. It does not
+    change groups that have these entries.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
+            group.setdefault("peak_lr", group["lr"])  # for step_optimizers()
             if "initial" not in group:
                 group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
                                     if name not in ("params", "param_names")}
@@ -1874,9 +1867,9 @@ def check_same_training(checkpoint, cfg, fingerprint):
     The data and all constants must be the same, except that max_steps may grow, and the constants
     in FREE_TO_CHANGE may differ.
 
-    If the code was edited, the run continues, and find_warnings() reports it. But it is an error
-    if the run has no steps left, because run.json would then say that the edited code had trained
-    the model.
+    If the code was edited, the run continues, and find_warnings() reports it. But it is an error if
+    no steps are left: run.json, which records the code of each start, would suggest that the edited
+    code had trained the model.
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
@@ -2011,7 +2004,7 @@ class RunFolder:
 
         Keep the two newest checkpoints, those at multiples of keep_every, and the one with the
         lowest validation loss. (If the run was resumed from an earlier checkpoint because later
-        ones were damaged, these are not touched.)
+        ones were damaged, the damaged ones are not touched.)
         """
         found = find_checkpoints(self.path)  # {step: path}
         older = [other_step for other_step in found if other_step < step]  # the newest step first
@@ -2617,8 +2610,8 @@ def rename_to_initial(optimizers):
     It was called "as_built", and later "in_code".
     """
     for optimizer in optimizers:
-        # The oldest checkpoints have no "class" and no such entry. For edits: nor has an object
-        # that is not a torch.optim.Optimizer
+        # The oldest checkpoints have neither "class" nor such an entry. For edits: neither has the
+        # saved form of an object that is not a torch.optim.Optimizer
         if "class" not in optimizer:
             continue
         for group in optimizer["param_groups"]:

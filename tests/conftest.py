@@ -63,9 +63,9 @@ def beside_others(test):
 
 def pytest_collection_modifyitems(items):
     """Move the tests that run beside the others to the end, when most of them have finished."""
-    items.sort(key=lambda item: test_beside_others(item) is not None)
+    items.sort(key=lambda item: decorated_test(item) is not None)
 
-def test_beside_others(item):
+def decorated_test(item):
     """Return the test that beside_others() has decorated, or None if this is another test."""
     return getattr(getattr(item, "function", None), "beside_others", None)
 
@@ -75,7 +75,7 @@ def start_tests_beside_others(request, tmp_path_factory):
     executor = ThreadPoolExecutor(max_workers=1)
     if not hasattr(request.config, "workerinput"):  # not in a process of pytest-xdist
         for item in request.session.items:
-            if test := test_beside_others(item):
+            if test := decorated_test(item):
                 folder = tmp_path_factory.mktemp(item.name)
                 STARTED[test] = executor.submit(test, folder)
     yield
