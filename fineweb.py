@@ -327,9 +327,7 @@ def read_batches(urls, start_file, start_row):
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
-        # The texts of the current batch that have been read so far. If a row cannot be read, their
-        # number shows which one it is
-        texts = []
+        texts = []  # the texts of the current batch that have been read so far
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
@@ -341,7 +339,8 @@ def read_batches(urls, start_file, start_row):
                     row += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            # The first row that could not be read, counted from 1
+            # The rows before it in the current batch, len(texts) of them, could be read. Count rows
+            # from 1, as text editors do
             failed_row = row + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{summary_of(e)}): repair the file or the network, and repeat the "
@@ -517,14 +516,14 @@ def tokenize_all(batches, nprocs, encoding_name):
 class Place(NamedTuple):
     """A point in the corpus, at which a shard ends and the next one starts.
 
-    For example, the batch that starts at row 300 of file 2 has 5,000 tokens, and the shard is full
-    after 1,200 of them. The shard ends at Place(2, 300, 1200). The next shard is made by reading
-    from row 300 of file 2 on and leaving out the first 1,200 tokens. (It does not matter into which
-    batches that run cuts the rows.)
+    The point lies `offset` tokens after the start of row `row`, which may be several rows later.
+    cut_shards() takes the first row of the batch in which the shard ends, because it does not know
+    where the other rows of a batch start. For example, Place(2, 300, 1200) means that the next
+    shard is made by reading file 2 from row 300 on and leaving out the first 1,200 tokens.
     """
     file_number: int  # index of the file in reading order; len(files) at the end of the corpus
-    row: int          # the first row of the batch in which the shard ends
-    offset: int       # number of tokens from the start of this batch to the end of the shard
+    row: int          # number of a row in this file
+    offset: int       # number of tokens from the start of this row to the point
 
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
@@ -543,10 +542,11 @@ def manifest_settings(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # The shards depend on all files up to the one in which the last shard ends. If the corpus ended
-    # with this shard, end.file_number is len(files), so the slice below contains all files. A file
-    # that is added later is in this slice, too. Then the settings change, and find_finished()
-    # reports it.
+    # Files after the one in which the last shard ends do not affect these shards. But if the corpus
+    # ended with this shard, a file that is added later does affect it, because the shard would not
+    # end there any more. Then end.file_number is the number of files at that time, which is the
+    # index of the first file that is added. So an added file changes the settings, and
+    # find_finished() reports it.
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files[:last_number + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -603,9 +603,9 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    If there are training shards without a manifest, or made with different settings, raise
-    UserError. If there is only such a validation shard (perhaps the corpus was too short for
-    others), return [], so that it is made again.
+    The run cannot continue after shards that have no manifest, or that were made with different
+    settings. Raise UserError if these include training shards. If there is only a validation shard
+    (perhaps the corpus was too short for others), return [], so that it is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -646,8 +646,9 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
-            position = min(to_skip, len(tokens))  # the index of the next token to copy
-            to_skip -= position
+            n_skipped = min(to_skip, len(tokens))
+            to_skip -= n_skipped
+            position = n_skipped  # the index of the next token to copy
             while position < len(tokens):
                 part = tokens[position:position + shard_size - filled]
                 buffer[filled:filled + len(part)] = part

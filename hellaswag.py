@@ -129,12 +129,12 @@ def tokenize(example, encode=gpt2_encode):
 def encode_after_space(text, encode):
     """Return the token ids that a text has if it follows another text and a space.
 
-    These are not always encode(" " + text), because some tokenizers add a start token or another
-    space at the beginning of every text.
+    They are taken from the token ids of "a " + text. (encode(" " + text) would be wrong for some
+    tokenizers, which add a start token or another space at the beginning of every text.)
     """
-    tokens = encode("a" + " " + text)
-    # Leave out the tokens of "a" (with a start token, if there is one), but not the space
-    return tokens[len(encode("a")):]
+    tokens = encode("a " + text)
+    n_before_space = len(encode("a"))  # this includes the start token, if there is one
+    return tokens[n_before_space:]
 
 def collate(rows):
     """Pad R rows with 0 to the length N of the longest one.
@@ -275,19 +275,17 @@ def ending_losses(model, tokens, is_ending):
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64
     return sums.index_add_(0, row_of_token, token_losses.cpu().double())
 
-def evaluate(model, prepared, progress=False):
+def evaluate(model, questions, progress=False):
     """Return the Score of a model, which is the same on every rank and for any number of ranks.
 
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
     precision with torch.autocast.
-    prepared: a Prepared. If the model has GPT-2's encoding, it may also be the dicts from
-    iterate_examples().
+    questions: a Prepared or, if the model has GPT-2's encoding, the dicts from iterate_examples().
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """
-    if not isinstance(prepared, Prepared):
-        prepared = prepare(prepared, model)
+    prepared = questions if isinstance(questions, Prepared) else prepare(questions, model)
     rank, n_ranks = rank_and_world_size()
     sums = torch.zeros(prepared.n_tokens.numel(), dtype=torch.float64)
     batches = tqdm(prepared.batches[rank::n_ranks], unit="batch", disable=not progress)

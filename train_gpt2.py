@@ -143,11 +143,12 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() stores the std of a layer's weight as init_std, and sets the elements of the weight
-# to PLACEHOLDER. When GPT.__init__ has built all layers, init_weights() replaces each PLACEHOLDER
-# by a random number. (For edits: if an edit copies or multiplies a weight before init_weights() is
-# called, the result is not drawn. PLACEHOLDER is so large that check_parameters() in part two finds
-# such a weight)
+# draw_later() stores the std of a layer's weight as init_std, and fills the weight with a number
+# that no initial weight has, PLACEHOLDER. When GPT.__init__ has built all layers, init_weights()
+# replaces each PLACEHOLDER by a random number. (For edits: before that, a layer may set elements of
+# its weight, for example to 0, and they keep their values. But do not copy or multiply the weight
+# before that, because init_weights() would not replace copied or multiplied placeholders. They are
+# so large that check_parameters() in part two finds them, and raises UserError)
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -171,8 +172,7 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # For edits: if a layer has set some elements itself, for example to 0, they are no
-            # longer equal to PLACEHOLDER, and keep their values
+            # For edits: keep elements that a layer has set itself
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -185,17 +185,16 @@ def seed_from(*key):
 class GPTConfig:
     """The constants of a model, with GPT-2's as defaults.
 
-    For a new model, block_size is T in Config, n_vocab and vocab_size come from the encoding, and
-    all other constants have the values in Config. If training starts from existing weights, the
-    weights determine all constants except dropout.
+    For a new model, block_size is T in Config, n_vocab comes from the encoding, and all other
+    constants have the values in Config. If training starts from existing weights, the weights
+    determine all constants except dropout.
     """
-    block_size: int = 1024   # longest context, in tokens
-    n_vocab: int = 50257     # number of token ids
-    vocab_size: int = 50304  # rows of the embedding: n_vocab, rounded up by padded()
+    block_size: int = 1024  # longest context, in tokens
+    n_vocab: int = 50257    # number of token ids
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    dropout: float = 0.0     # active in training mode, which only train_step() switches on
+    dropout: float = 0.0    # active in training mode, which only train_step() switches on
 
     @property
     def residual_std(self):
@@ -207,9 +206,10 @@ class GPTConfig:
         return 0.02 / math.sqrt(2 * self.n_layer)
 
 def padded(n_vocab):
-    """Return n_vocab rounded up to a multiple of 128, because GPUs are faster with such sizes.
+    """Return the number of rows of the embedding and of the output layer.
 
-    The embedding has this many rows. The padding rows are never used or predicted.
+    It is n_vocab rounded up to a multiple of 128 (50304 for GPT-2), because GPUs are faster with
+    such sizes. The additional rows belong to no token. They are never used or predicted.
     """
     return math.ceil(n_vocab / 128) * 128
 
@@ -271,7 +271,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.transformer = nn.ModuleDict(dict(
-            wte=draw_later(nn.Embedding(config.vocab_size, config.n_embd)),
+            wte=draw_later(nn.Embedding(padded(config.n_vocab), config.n_embd)),
             wpe=draw_later(nn.Embedding(config.block_size, config.n_embd)),
             h=nn.ModuleList(Block(config) for _ in range(config.n_layer)),
             ln_f=Norm(config.n_embd)))
@@ -279,7 +279,7 @@ class GPT(nn.Module):
         # The output layer shares the matrix of the input embedding, since similar tokens should
         # have similar vectors in both (Press and Wolf 2017). This saves 39 M parameters. To untie
         # the two, wrap this nn.Linear in draw_later(), and remove the line below it
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.lm_head = nn.Linear(config.n_embd, padded(config.n_vocab), bias=False)
         self.lm_head.weight = self.transformer.wte.weight
         init_weights(self, torch.initial_seed() if seed is None else seed)
         # Set the padding rows to 0. They get no gradient, because forward() masks their logits
@@ -307,7 +307,7 @@ class GPT(nn.Module):
         for block in self.transformer.h:
             x = block(x)
         x = self.transformer.ln_f(x)
-        logits = self.lm_head(x)  # (B, T, vocab_size)
+        logits = self.lm_head(x)  # (B, T, padded(n_vocab))
         # The padding columns belong to no token. For the loss, mask them, so that their probability
         # is 0. They are only removed after the loss, because removing them here would make a
         # compiled step on an H100 5% slower. (Masking after float() would need 6 GiB more at B=64)
@@ -369,9 +369,9 @@ def build_model(cfg, gpt_config):
     the caller loads them afterwards.
 
     To freeze parameters, set requires_grad=False before the return statement. A teacher model also
-    belongs here: keep it in a list (model.teacher = [GPT.from_pretrained("gpt2")]), so that its
-    parameters do not become parameters of the model. The teacher is then not moved together with
-    the model. So move it in GPT.forward, with .to(idx.device), before you call it.
+    belongs here: model.teacher = [GPT.from_pretrained("gpt2")]. Keep it in a list, so that PyTorch
+    does not treat it as a part of the model, which would train and save the teacher, too. PyTorch
+    then does not move it to the GPU either. So call self.teacher[0].to(idx.device) in GPT.forward.
     """
     torch.manual_seed(cfg.seed)  # For edits: layers without draw_later() use torch's generator
     model = GPT(gpt_config, cfg.seed)
@@ -408,25 +408,19 @@ class DataLoaderLite:
         self.loaded_shard, self.loaded_tokens = None, None  # index and ids of the shard last read
 
     def locate(self, row):
-        """Return the shard (its index) and the token at which a row begins. row: the row number.
-
-        Example: T is 8, and shards 0, 1 and 2 have 30, 50 and 40 rows, 120 in total. Row number 765
-        belongs to epoch 6, which begins with row number 720, so 45 rows of this epoch are read
-        before it. Suppose epoch 6 reads the shards in the order 2, 0, 1. Then these 45 rows are all
-        40 rows of shard 2 and 5 rows of shard 0. The next row in the random order of shard 0 is,
-        say, the one at index 17 in this shard. It begins at token 136. (The comments below give the
-        values in this example.)
-        """
-        epoch, n_read_in_epoch = divmod(row, self.rows_per_epoch)       # 6, 45
-        shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1
-        ends = self.rows_in_shard[shard_order].cumsum()                 # 40, 70, 120
-        i = int(ends.searchsorted(n_read_in_epoch, side="right"))       # 1
-        shard = int(shard_order[i])                                     # 0
-        n_rows = int(self.rows_in_shard[shard])                         # 30
-        n_read_before_shard = int(ends[i]) - n_rows                     # 70 - 30 = 40
-        n_read_in_shard = n_read_in_epoch - n_read_before_shard         # 45 - 40 = 5
+        """Return the shard (its index) and the token at which a row begins. row: the row number."""
+        # The comments at the ends of the lines give an example: row number 765, where T is 8, and
+        # shards 0, 1 and 2 have 30, 50 and 40 rows
+        epoch, n_read_in_epoch = divmod(row, self.rows_per_epoch)  # 765 = 6 * 120 + 45, so 6 and 45
+        shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1 (random)
+        ends = self.rows_in_shard[shard_order].cumsum()            # 40, 40 + 30, 40 + 30 + 50
+        i = int(ends.searchsorted(n_read_in_epoch, side="right"))  # 1, since 40 <= 45 < 70
+        shard = int(shard_order[i])                                # 0, with 30 rows
+        n_rows = int(self.rows_in_shard[shard])                    # 30
+        n_read_before_shard = int(ends[i]) - n_rows                # 70 - 30 = 40
+        n_read_in_shard = n_read_in_epoch - n_read_before_shard    # 45 - 40 = 5
         order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
-        start = int(order_in_shard[n_read_in_shard]) * self.T           # 17 * 8 = 136
+        start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8, if its index is 17
         if self.recut:
             # In this epoch, each row begins `shift` tokens earlier than usual, where shift < T.
             # (With the factor 0.618, the shifts of consecutive epochs are very different.) Only the
@@ -586,6 +580,26 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
+def store_initial_hyperparameters(optimizers):
+    """Store the hyperparameters of each optimizer group, before training changes any of them.
+
+    build_state() in part two calls this function when it has built the optimizers. Two functions
+    use what it stores:
+
+    - step_optimizers() changes the group's lr in each step, in proportion to peak_lr.
+    - load_optimizer() in part two compares the checkpoint with "initial", a dict of all
+      hyperparameters, in order to see which of them training has changed.
+
+    For edits: if training adds an optimizer or a group, call this function again. It does not
+    change groups that have these entries.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("peak_lr", group["lr"])
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
 # ---- Training
 @dataclass
 class State:
@@ -595,14 +609,16 @@ class State:
     this class. Add your own attributes here (for example a running mean or averaged weights). An
     attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict(), or a list of such objects. An attribute of any other type causes an error before
-    the first step. (train_step() may also create attributes, except for objects with state_dict().
-    Such an object must exist in a new State, because what the checkpoint contains is loaded into
-    it.)
+    the first step.
+
+    A resumed run first builds its State in the same way as a new run does. Then it replaces
+    numbers, strings and tensors by those of the checkpoint, and it calls load_state_dict() of
+    objects such as raw_model. So objects must be created before the first step. (train_step() may
+    create attributes of the other types.)
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When it is called, raw_model has its initial weights, or
-    those of init_from. (It is also called in a resumed run, but the checkpoint is loaded after it,
-    and replaces what it has done.)
+    those of init_from. (In a resumed run, the checkpoint then replaces what it has done.)
 
     raw_model is the GPT without the DDP wrapper. With torch.compile, build_run() compiles it in
     place: it remains the same object, and raw_model(idx) runs the compiled code.
@@ -642,7 +658,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions (a hellaswag.Prepared); None if it is off
-    folder: "RunFolder | None"    # writes to log_dir; None for trial steps, taken outside train()
+    folder: "RunFolder | None"    # writes to log_dir; None in steps_that_fit(), for --minutes
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -737,8 +753,7 @@ def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
     The learning rate of each group follows the curve of get_lr(), scaled so that its highest value
-    is the group's peak_lr. This is the lr with which configure_optimizers() built the group. (Since
-    lr changes in each step, store_initial_hyperparameters() in part two has stored it as peak_lr)
+    is peak_lr, the lr with which configure_optimizers() built the group.
     """
     # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
     # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
@@ -817,9 +832,17 @@ def train(run):
 #                 restore_checkpoint()  in a resumed run: all weights and the rest of State
 #         train()             calls finish() at the end
 #
-# The first sections are in the order of these calls. The others contain what these functions and
-# train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring and
-# the end of a run
+# What a resumed run uses:
+#
+#     constants    those of the command; they must agree with the checkpoint (check_same_training)
+#     data         that of the command; it must be the same as before (check_same_training)
+#     code         it may have been edited, which is reported (find_warnings)
+#     optimizers   hyperparameters in the code, unless training has changed them (load_optimizer)
+#     all else     State in the checkpoint (restore_state)
+#
+# The first sections are in the order of the calls above. The others contain what these functions
+# and train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring
+# and the end of a run
 
 # ---- What a command starts from: the Weights of a trained model, and the checkpoint of a run. A
 # checkpoint is a dict that is stored as a file in log_dir. It has these entries:
@@ -854,14 +877,16 @@ class Weights:
 class StartingPoint:
     """What a command starts from (see find_start).
 
-        command                                 spec   weights   checkpoint
-        new run from scratch                    None   None      None
-        new run with init_from, or --sample     set    set       None
-        resumed run from scratch                None   None      set
-        resumed run that began with init_from   set    None      set
+        init_from       command       spec   weights   checkpoint
+        scratch         new run       None   None      None
+        scratch         resumed run   None   None      set
+        anything else   new run       set    set       None
+        anything else   resumed run   set    None      set
+        any             --sample      set    set       None
 
-    When a run from scratch is resumed, Config determines the model again, so that
-    check_same_training() can report edits of Config.
+    With init_from=scratch, Config determines the model's constants, also in a resumed run. If it
+    used those in the checkpoint instead, an edit of n_layer in Config, for example, would have no
+    effect, and check_same_training() could not report it.
     """
     spec: ModelSpec | None = None   # determines the model's constants (if None, Config does)
     weights: Weights | None = None  # to load into the model
@@ -913,32 +938,35 @@ PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 def resolve_config(flags, device=torch.device("cpu")):
     """Return the Config, the StartingPoint, and the text to print first. flags: {name: text}.
 
-    1. Choose the data and the preset. A flag determines the value of its constant. Without a flag,
-       the preset determines it, and if the preset does not contain the constant, Config does.
-    2. Read the weights or the checkpoint that the command starts from.
-    3. If there is a ModelSpec, use its constants and its encoding. A flag with a different value
-       raises UserError. With the preset FINETUNE, also use a max_lr and a T that suit this model,
-       unless the preset or a flag sets them.
-    4. Lower B if it does not divide a process's share of the batch.
+    The value of a constant is the last one in this list:
+
+    1. the default in Config;
+    2. with the preset FINETUNE, a max_lr and a T that suit the model in init_from;
+    3. the value in the preset;
+    4. the flag;
+    5. the value in the ModelSpec that the command starts from. Raise UserError if a flag has a
+       different value.
+
+    Finally, B is lowered if it does not divide a process's share of the batch.
     """
     if "max_steps" in flags:
         # --max_steps overrides `epochs` and `minutes` in Config and in the presets, but not the
         # flags --epochs and --minutes. (In a | b, values of b take precedence)
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
+    flags = flags | {"data": data}
     preset_name = choose_preset(data, flags)
-    # These values replace the defaults in Config. Values of flags are still text, and make_config()
-    # converts them
-    chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
-    draft = make_config(Config, chosen)
-    start = find_start(draft, device)
-    cfg, spec_line = draft, ""
+    preset = PRESETS.get(preset_name, {})
+    # find_start() needs only constants that no ModelSpec changes, such as init_from and log_dir.
+    # (Values of flags are text, and make_config() converts them)
+    without_spec = make_config(Config, preset | flags)
+    start = find_start(without_spec, device)
+    cfg, spec_line = without_spec, ""
     if start.spec:
-        check_flags_against_spec(flags, draft, start.spec)
+        check_flags_against_spec(flags, without_spec, start.spec)
         suggested = values_for_fine_tuning(start.spec) if preset_name == "FINETUNE" else {}
-        # The settings of the spec take precedence. (No flag contradicts them: see the check above)
-        cfg = make_config(Config, suggested | chosen | settings_of_spec(start.spec))
-        spec_line = "\n" + describe_spec(start.spec.source, before=draft, after=cfg)
+        cfg = make_config(Config, suggested | preset | flags | settings_of_spec(start.spec))
+        spec_line = "\n" + describe_spec(start.spec.source, before=without_spec, after=cfg)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
@@ -1104,6 +1132,7 @@ def set_up(cfg, start, device):
     cfg = replace(cfg, max_steps=determine_max_steps(cfg, start, device, loaders))
     if checkpoint:
         check_same_training(checkpoint, cfg, fingerprint)
+        check_code_of_finished_run(checkpoint, cfg)
     folder = RunFolder(cfg, fingerprint, lock)
     run = build_run(cfg, start, device=device, loaders=loaders, folder=folder)
     catch_signals(run.signal_came)
@@ -1533,7 +1562,7 @@ def read_weights(name):
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
     # For edits: a constant that you have added to GPTConfig is unknown to transformers
-    known = ("block_size", "n_vocab", "vocab_size", "n_layer", "n_head", "n_embd")
+    known = ("block_size", "n_vocab", "n_layer", "n_head", "n_embd")
     gpt_config = {key: getattr(model.config, key) for key in known}
     return Weights(ModelSpec(name, gpt_config, encoding_name), model.state_dict())
 
@@ -1557,8 +1586,7 @@ def gpt_config_of_run(cfg, spec=None):
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
     if spec is None:
-        n_vocab = get_encoding(cfg.encoding).n_vocab
-        return GPTConfig(block_size=cfg.T, n_vocab=n_vocab, vocab_size=padded(n_vocab), **in_both)
+        return GPTConfig(block_size=cfg.T, n_vocab=get_encoding(cfg.encoding).n_vocab, **in_both)
     # spec.gpt_config never contains dropout, so dropout comes from cfg. For edits: a constant that
     # did not exist when the weights were trained also comes from cfg
     return make_gpt_config(in_both | spec.gpt_config, spec.source)
@@ -1744,37 +1772,15 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- Optimizers in a checkpoint. An optimizer group holds hyperparameters such as momentum. When a
-# run is resumed, the code has a value for each of them, and the checkpoint has another one. In most
-# cases the checkpoint is right, because training may have changed the value. But if the code was
-# edited since the checkpoint was written, the new value in the code is right. For example:
-#
-#     in the code at first   in the checkpoint   in the code now   after resuming
-#     0.95                   0.97                0.95              0.97: continues
-#     0.95                   0.97                0.90              0.90: was edited
-#
-# To compare the first column with the third one, each group has an entry "initial", which is saved
-# in checkpoints: a dict of the values with which the code has built the group. (This is about edits
-# of code such as configure_optimizers(). Edits of constants in Config, such as max_lr, are reported
-# by check_same_training())
-def store_initial_hyperparameters(optimizers):
-    """Copy the lr of each optimizer group to peak_lr, and all hyperparameters to "initial".
-
-    For edits: if training adds an optimizer or a group, call this function again. It does not
-    change groups that have these entries.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group.setdefault("peak_lr", group["lr"])  # for step_optimizers()
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
 def load_optimizer(optimizer, saved):
-    """Load what saved_form_of() returned into an optimizer, except for edited hyperparameters.
+    """Load what saved_form_of() returned into an optimizer.
 
-    A hyperparameter that the checkpoint lacks also keeps the value in the code. Raise ValueError if
-    an optimizer of a different class was saved.
+    An optimizer group holds hyperparameters such as betas. If training has changed a hyperparameter
+    (a step counter, for example), it continues with the saved value. All other hyperparameters have
+    the values in the code, which may have been edited since the checkpoint was written. (Edits of
+    constants in Config, such as max_lr, are reported by check_same_training().)
+
+    Raise ValueError if an optimizer of a different class was saved.
     """
     class_name = type(optimizer).__name__
     if saved.get("class", class_name) != class_name:
@@ -1784,25 +1790,22 @@ def load_optimizer(optimizer, saved):
     # groups must be moved here
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device if parameters else None
-    groups = []
-    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        # Saved values replace those of the code, except for those to keep. ("params" are also
-        # replaced: in a saved group, they are numbers, as load_state_dict() expects)
-        to_keep = {name: value for name, value in group.items()
-                   if name == "initial" or was_edited(name, group, saved_group)}
-        groups.append(group | moved(saved_group, device) | to_keep)
+    groups = [group | moved(changed_in_training(saved_group), device)
+              for group, saved_group in zip(optimizer.param_groups, saved["param_groups"],
+                                            strict=True)]
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
-def was_edited(name, group, saved_group):
-    """Return whether a hyperparameter was edited in the code after `saved_group` was saved.
+def changed_in_training(saved_group):
+    """Return the entries of a saved optimizer group that training has changed or added.
 
-    Tensors, which may be large, are not compared.
+    They differ from those that store_initial_hyperparameters() has stored. An entry with tensors,
+    which may be large, is not compared, and always counts as changed. So does "params", which holds
+    numbers in a saved group, as optimizer.load_state_dict() expects. (The oldest checkpoints do not
+    have "initial". Then all entries count as changed.)
     """
-    initial_now, initial_then = group.get("initial", {}), saved_group.get("initial", {})
-    if name not in initial_now or name not in initial_then:
-        return False
-    now, then = initial_now[name], initial_then[name]
-    return not has_tensors((now, then)) and now != then
+    initial = saved_group.get("initial", {})
+    return {name: value for name, value in saved_group.items() if name != "initial" and (
+            name not in initial or has_tensors((value, initial[name])) or value != initial[name])}
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1866,10 +1869,6 @@ def check_same_training(checkpoint, cfg, fingerprint):
 
     The data and all constants must be the same, except that max_steps may grow, and the constants
     in FREE_TO_CHANGE may differ.
-
-    If the code was edited, the run continues, and find_warnings() reports it. But it is an error if
-    no steps are left: run.json, which records the code of each start, would suggest that the edited
-    code had trained the model.
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
@@ -1880,12 +1879,20 @@ def check_same_training(checkpoint, cfg, fingerprint):
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    no_steps_left = checkpoint["state"]["step"] >= cfg.max_steps
-    if no_steps_left and is_of_other_code(checkpoint.get("code")):
-        values.append("train_gpt2.py was edited after it finished")
     if values:
         raise UserError(f"The run in {cfg.log_dir}/ is a different one: {'; '.join(values)}. Undo "
                         "this change, or choose a different --log_dir.")
+
+def check_code_of_finished_run(checkpoint, cfg):
+    """Raise UserError if the run in log_dir has no steps left, and the code was edited since then.
+
+    The edited code would evaluate a model that it has not trained. (Edited code may continue a run
+    that has steps left. find_warnings() reports this.)
+    """
+    no_steps_left = checkpoint["state"]["step"] >= cfg.max_steps
+    if no_steps_left and is_of_other_code(checkpoint.get("code")):
+        raise UserError(f"The run in {cfg.log_dir}/ is finished, and train_gpt2.py was edited "
+                        "afterwards: undo the edit, or choose a different --log_dir.")
 
 def lock_run_folder(log_dir):
     """Reserve log_dir for this run. Return a lock, which is held as long as it is referenced.
@@ -1964,7 +1971,8 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        # The previous save may still be reading the buffers. (If it failed, it has said why)
+        # The previous save may still be writing the contents of host_buffers, which copy_to_host()
+        # overwrites below. (If that save failed, it has printed why)
         self.wait_for_save()
         if state.step == self.saved_step or (state.step == 0 and self.cfg.init_from == "scratch"):
             return
@@ -2026,16 +2034,17 @@ class RunFolder:
                 self.last_plot.cancel()
             self.last_plot = self.executor.submit(plot_curves, self.path)
 
-def copy_to_host(content, buffers):
+def copy_to_host(content, old_buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
 
-    buffers: the buffers of the previous copy, or {}. They are overwritten and used again, which is
-    faster than allocating new ones.
-    The key of a buffer is the address, shape, stride and dtype of the tensor that it is a copy of.
-    Weights keep their address, so each copy finds the buffers of the previous one. Tied weights
+    A buffer is a tensor in host memory. The buffers are returned as a dict. The key of a buffer is
+    the address, shape, stride and dtype of the tensor that was copied into it.
+
+    old_buffers: the buffers of the previous copy, or {}. Weights keep their address, so the buffer
+    of a weight is found and overwritten, which is faster than allocating a new one. Tied weights
     have the same address, so they share a buffer and are saved only once.
     """
-    new_buffers = {}
+    buffers = {}
 
     def copied(part):
         if isinstance(part, dict):
@@ -2047,12 +2056,12 @@ def copy_to_host(content, buffers):
         if not torch.is_tensor(part):
             return part
         key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
-        if key not in new_buffers:
-            buffer = buffers.get(key)
+        if key not in buffers:  # otherwise this tensor is tied to one that has been copied
+            buffer = old_buffers.get(key)
             buffer = torch.empty_like(part, device="cpu") if buffer is None else buffer
-            new_buffers[key] = buffer.copy_(part)
-        return new_buffers[key]
-    return copied(content), new_buffers
+            buffers[key] = buffer.copy_(part)
+        return buffers[key]
+    return copied(content), buffers
 
 def truncate_and_open_log(path, step):
     """Open log.txt for appending, after removing the lines of `step` and of later steps.
@@ -2097,10 +2106,10 @@ def check_parameters(raw_model, optimizers):
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
         if largest >= PLACEHOLDER / 1000:  # an edit may have multiplied PLACEHOLDER by, say, 0.02
-            raise UserError(f"{name} has no initial values. Perhaps it was changed, or copied from "
-                            "another weight, before init_weights() drew that weight. Then do this "
-                            "at the end of GPT.__init__. If its layer was created after "
-                            "init_weights(), create it without draw_later(). A weight from "
+            raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
+                            "it from another weight, before init_weights() has drawn it. Then "
+                            "move this edit to the end of GPT.__init__. If its layer was created "
+                            "after init_weights(), create it without draw_later(). A weight from "
                             "torch.empty() must be initialized.")
         if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
             raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
@@ -2273,8 +2282,9 @@ def report_step(run, step, loss, norm):
     """Report the loss and the gradient norm of a step."""
     cfg, seconds = run.cfg, run.step_seconds[-1]
     rate = rows_of_step(cfg, step) * cfg.T / seconds
-    # Use the median, since some steps may include a wait for another program, and the first one may
-    # include compilation. After two steps, median_low returns the shorter one, not their mean
+    # Use the median, because some steps take longer: the first one, which may include compilation,
+    # and those that wait for another program. (After the first two steps, median_low() returns the
+    # duration of the second one. median() would return the mean of both)
     left = statistics.median_low(run.step_seconds) * (cfg.max_steps - step - 1)
     report(run, step, "train", loss,
            note=f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "
@@ -2497,10 +2507,8 @@ def gpt_from_hugging_face(name):
         hf_model, info = transformers.GPT2LMHeadModel.from_pretrained(
             name, output_loading_info=True)
         c = hf_model.config
-        n_vocab = c.vocab_size  # transformers uses the name vocab_size for the number of token ids
-        model = GPT(GPTConfig(
-            block_size=c.n_positions, n_vocab=n_vocab, vocab_size=padded(n_vocab),
-            n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd))
+        model = GPT(GPTConfig(block_size=c.n_positions, n_vocab=c.vocab_size, n_layer=c.n_layer,
+                              n_head=c.n_head, n_embd=c.n_embd))
         source, target = hf_model.state_dict(), model.state_dict()
         if info["missing_keys"]:  # transformers has given these weights random values
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
@@ -2511,7 +2519,7 @@ def gpt_from_hugging_face(name):
             # target[key] shares its memory with the model. Only its first rows are overwritten,
             # since our embedding is padded
             target[key][:len(weight)].copy_(weight)
-        check_same_function(model, hf_model, end_of_text=n_vocab - 1)
+        check_same_function(model, hf_model, end_of_text=c.vocab_size - 1)
     except Exception as e:  # reading files and downloading may raise any exception
         raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
                         f"be loaded as a Hugging Face GPT-2 ({summary_of(e)}): check the name."
@@ -2578,16 +2586,19 @@ def converted_to_todays_format(checkpoint):
         checkpoint = move_into_state(checkpoint)
     # Groups written on or before 25 November 2026 are changed. Newer ones stay as they are
     rename_to_initial(checkpoint["state"].get("optimizers", []))
+    # Until 27 November 2026, GPTConfig contained the number of rows of the embedding
+    checkpoint["gpt_config"].pop("vocab_size", None)
     return checkpoint
 
 def convert_entries(checkpoint):
-    """Give the entries of a checkpoint their newer names, and add the number of tokens.
+    """Rename entries of the oldest format, and add the number of tokens.
 
-    The attributes of State stay at the top level. move_into_state() expects them there.
+    In this format, there was no entry "state". The attributes of State were entries of the
+    checkpoint itself, like gpt_config and encoding, and some of them had different names.
     """
     checkpoint = dict(checkpoint)
-    # "model" held the weights for evaluation. If an edit averaged the weights, another entry,
-    # "trained", held those of raw_model
+    # "model" held the weights of eval_model. If an edit averaged the weights, there was another
+    # entry, "trained", with those of raw_model
     checkpoint["eval_model"] = checkpoint.pop("model")
     checkpoint["raw_model"] = checkpoint.pop("trained", checkpoint["eval_model"])
     checkpoint |= checkpoint.pop("numbers", {})  # the numbers in State, such as `step`
@@ -2599,7 +2610,7 @@ def convert_entries(checkpoint):
     return checkpoint
 
 def move_into_state(checkpoint):
-    """Move the attributes of State from the top level of a checkpoint to an entry "state"."""
+    """Move the entries that are attributes of State into a new entry, "state"."""
     others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
     state = {name: value for name, value in checkpoint.items() if name not in others}
     return {name: checkpoint[name] for name in others if name in checkpoint} | {"state": state}
@@ -2610,9 +2621,9 @@ def rename_to_initial(optimizers):
     It was called "as_built", and later "in_code".
     """
     for optimizer in optimizers:
-        # The oldest checkpoints have neither "class" nor such an entry. For edits: neither has the
-        # saved form of an object that is not a torch.optim.Optimizer
         if "class" not in optimizer:
+            # The oldest checkpoints have no such entries. (For edits: this may also be an object
+            # that is not a torch.optim.Optimizer, and that has no such entries either)
             continue
         for group in optimizer["param_groups"]:
             # A run that several versions have continued may have several of these entries. The

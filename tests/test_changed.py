@@ -183,8 +183,8 @@ def test_edited_code_continues_a_run_with_a_warning(folder, finished):
     Edited code cannot continue a finished run, because it would only validate a different model.
     """
     saved = load(finished / LAST)
-    with pytest.raises(t.UserError, match="edited after it finished.*--log_dir"):
-        t.check_same_training(saved | {"code": 7}, t.Config(**saved["constants"]), saved["data"])
+    with pytest.raises(t.UserError, match="edited afterwards.*--log_dir"):
+        t.check_code_of_finished_run(saved | {"code": 7}, t.Config(**saved["constants"]))
     copy = shutil.copytree(finished, folder / "edited")
     run = succeed(Forked(copy, max_steps=32, arrange={other_code: 0}))
     said = "train_gpt2.py was edited: from step 30 on, this run uses different code."
@@ -337,7 +337,7 @@ def muon_state(saved=None, **in_group):
     return state
 
 def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
-    """All other values of a group, for example those that training changed, are the saved ones.
+    """Those values of a group that training has changed are the saved ones, also after an edit.
 
     The oldest checkpoints do not show what was edited, so all of their numbers are restored. Those
     of 26 November contain only what training changed. All else has the values in the code.
@@ -349,7 +349,7 @@ def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
     # As done by an optimizer that counts its steps
     state.optimizers[1].param_groups[0].update(k=7, pair=(3, 4))
     for _ in range(2):  # a second restart is like the first
-        state = muon_state(file(state), k=0, pair=(1, 2), momentum=0.8)
+        state = muon_state(file(state), k=1, pair=(1, 2), momentum=0.8)
         group = state.optimizers[1].param_groups[0]
         assert (group["momentum"], group["k"], group["weight_decay"]) == (0.8, 7, 0.1)
         assert group["pair"] == (3, 4)
@@ -381,7 +381,7 @@ def test_optimizers_with_an_empty_group_are_restored():
         assert optimizer.param_groups[1]["k"] == (torch.ones(1), 3)
 
 def test_an_optimizer_in_an_attribute_of_its_own_is_restored():
-    """It need not be in State.optimizers. Edited values and initial ones are different objects."""
+    """It need not be in State.optimizers. Current values and initial ones are different objects."""
     def sgd(seen):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         optimizer.param_groups[0]["seen"] = seen
@@ -389,13 +389,13 @@ def test_an_optimizer_in_an_attribute_of_its_own_is_restored():
     saved = t.saved_form_of(sgd([1]))
     t.load_object([optimizer := sgd([])], [saved])
     assert optimizer.param_groups[0]["seen"] == [1]
-    for seen in ([1], [2], [2]):  # the second one is edited
-        optimizer = sgd(seen)
+    for _ in range(3):
+        optimizer = sgd([1])
         t.store_initial_hyperparameters([optimizer])
         t.load_optimizer(optimizer, saved)
         optimizer.param_groups[0]["seen"].append(9)
         saved = copy.deepcopy(t.saved_form_of(optimizer))
-    assert optimizer.param_groups[0]["seen"] == [2, 9, 9]
+    assert optimizer.param_groups[0]["seen"] == [1, 9, 9, 9]
 
 class Mode(str, enum.Enum):
     FAST = "fast"
@@ -426,7 +426,7 @@ def test_an_object_around_an_optimizer_is_restored_as_it_was_saved():
 
         def load_state_dict(self, content):
             assert content["param_groups"] == adamw.state_dict()["param_groups"]
-    content = {"state": {"optimizers": [t.saved_form_of(Lookahead())]}}
+    content = {"state": {"optimizers": [t.saved_form_of(Lookahead())]}, "gpt_config": {}}
     t.load_object([Lookahead()], t.converted_to_todays_format(content)["state"]["optimizers"])
 
 def test_hyperparameters_that_state_sets_are_initial_ones(monkeypatch):
@@ -457,7 +457,7 @@ def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
         fields = [(f.name, f.type, f.default) for f in dataclasses.fields(old)]
         monkeypatch.setattr(t, name, dataclasses.make_dataclass(
             name, [*fields, ("width", float, default)], bases=(old,), frozen=name == "Config"))
-    known = {"block_size": 16, "n_vocab": 257, "vocab_size": 384, "n_layer": 1, "n_head": 2,
+    known = {"block_size": 16, "n_vocab": 257, "n_layer": 1, "n_head": 2,
              "n_embd": 16}
     flags = {"data": str(write_text(tmp_path)), "init_from": "w", "width": "30"}
     # transformers' GPT-2 lacks the constant, so the model has GPTConfig's default
@@ -575,20 +575,26 @@ def on_november_26(content):
             del group[name]  # only what training had changed was stored
     return content | {"state": content["state"] | {"optimizers": optimizers}}
 
+def on_november_27(content):
+    """Return a checkpoint's content in the form that the script wrote on 2026-11-27 at noon."""
+    return content | {"gpt_config": content["gpt_config"] | {"vocab_size": 384}}
+
 @pytest.mark.parametrize("earlier", [until_november_23, on_november_24, at_the_end_of_november_24,
-                                     on_november_26])
+                                     on_november_26, on_november_27])
 def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
     """A run continues from a checkpoint with the former names of entries."""
+    def in_earlier_form(path):
+        return on_november_27(earlier(load(path)))  # the forms before it also had vocab_size
     copied = folder / earlier.__name__
     stopped = Forked(copied, arrange={"signal_at": (signal.SIGTERM, 12)})
     stopped.wait()
     path = copied / "checkpoint_00013.pt"
-    torch.save(earlier(load(path)), path)
+    torch.save(in_earlier_form(path), path)
     run = succeed(Forked(copied))
     assert "from step 13 on" in run.out and "was edited" not in run.out
     assert_same_logs(copied, finished)
     assert_same(load(copied / LAST), load(finished / LAST))
-    torch.save(earlier(load(copied / LAST)), copied / "old.pt")
+    torch.save(in_earlier_form(copied / LAST), copied / "old.pt")
     old, new = (t.GPT.from_pretrained(copied / name).state_dict() for name in ("old.pt", LAST))
     assert all(torch.equal(old[name], new[name]) for name in new)
 

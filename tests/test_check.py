@@ -1026,7 +1026,7 @@ def test_a_term_over_the_rows_of_a_micro_batch_is_noted(term, n):
         def forward(self, idx, targets=None, return_logits=True):
             logits, loss = super().forward(idx, targets)
             return logits, loss + term(logits)
-    config = train_gpt2.GPTConfig(block_size=32, n_vocab=257, vocab_size=384, n_layer=2, n_head=2,
+    config = train_gpt2.GPTConfig(block_size=32, n_vocab=257, n_layer=2, n_head=2,
                                   n_embd=32)
     model = Model(config, seed=1)
     for p in model.parameters():
@@ -1195,7 +1195,7 @@ def test_a_term_that_training_adds_to_the_loss_is_measured_with_its_sign():
     """A researcher can see from the sign whether training minimizes or maximizes the term."""
     x = torch.randint(8, (2, 16))
     model = train_gpt2.GPT(train_gpt2.GPTConfig(
-        block_size=16, n_vocab=9, vocab_size=128, n_layer=1, n_head=2, n_embd=16)).train()
+        block_size=16, n_vocab=9, n_layer=1, n_head=2, n_embd=16)).train()
     assert abs(check_run.term_of_loss(model, x, x)) < 1e-6
     forward = model.forward
     model.forward = lambda *args: (forward(*args)[0], forward(*args)[1] - 0.25)
@@ -1220,7 +1220,7 @@ class BlockOfTwo(train_gpt2.Block):
 def test_selections_by_topk_are_found():
     """The unedited model selects nothing. An edit calls topk()."""
     model = train_gpt2.GPT(train_gpt2.GPTConfig(
-        block_size=16, n_vocab=9, vocab_size=128, n_layer=1, n_head=2, n_embd=16))
+        block_size=16, n_vocab=9, n_layer=1, n_head=2, n_embd=16))
     x = torch.randint(9, (2, 16))
     assert check_run.selections(model, x, x) == []
     model.transformer.h[0].__class__ = BlockOfTwo
@@ -1233,7 +1233,7 @@ class BlockOfDetached(train_gpt2.Block):
 def test_a_gradient_that_is_not_the_derivative_of_the_loss_is_noted():
     """A detach() hides an influence from the gradient. Dropout and a frozen layer do not."""
     model = train_gpt2.GPT(train_gpt2.GPTConfig(
-        block_size=16, n_vocab=9, vocab_size=128, n_layer=2, n_head=2, n_embd=16, dropout=0.2))
+        block_size=16, n_vocab=9, n_layer=2, n_head=2, n_embd=16, dropout=0.2))
     model.train().transformer.wpe.weight.requires_grad = False
     x, y = torch.randint(9, (2, 2, 16))
     for p in model.parameters():
@@ -1526,7 +1526,7 @@ def random_tokens():
 
 def one_layer(positions="learned"):
     """Return a GPT with one layer that has positions of some kind, right or wrong."""
-    config = train_gpt2.GPTConfig(block_size=128, n_vocab=257, vocab_size=384, n_layer=1, n_head=2,
+    config = train_gpt2.GPTConfig(block_size=128, n_vocab=257, n_layer=1, n_head=2,
                                   n_embd=128)
     model = train_gpt2.GPT(config, seed=1)
     if positions == "learned":
@@ -1576,7 +1576,7 @@ def test_wrong_positions_are_noted(positions, number, tokens):
 @pytest.mark.usefixtures("is_gpt2")
 def test_positions_are_looked_at_in_a_model_with_one_layer(tokens):
     """The model of the run may have more layers, and is not changed."""
-    config = train_gpt2.GPTConfig(block_size=128, n_vocab=257, vocab_size=384, n_layer=2, n_head=2,
+    config = train_gpt2.GPTConfig(block_size=128, n_vocab=257, n_layer=2, n_head=2,
                                   n_embd=128)
     model = train_gpt2.GPT(config)
     before = check_run.crc_of(model.transformer.wpe.weight)
@@ -1601,7 +1601,7 @@ def test_branches_that_are_dropped_without_scaling_are_noted(tokens):
         def forward(self, x):
             y = super().forward(x)
             return x + self.factor * (torch.rand(()) < self.keep) * (y - x) if self.training else y
-    config = train_gpt2.GPTConfig(block_size=128, n_vocab=257, vocab_size=384, n_layer=3, n_head=2,
+    config = train_gpt2.GPTConfig(block_size=128, n_vocab=257, n_layer=3, n_head=2,
                                   n_embd=32)
     run = types.SimpleNamespace(
         state=types.SimpleNamespace(raw_model=types.SimpleNamespace(config=config)),

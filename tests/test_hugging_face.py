@@ -28,7 +28,7 @@ def hf_model(**constants):
 
 def our_model(n_vocab=257, block_size=32):
     """Return a small GPT of ours with random weights. The rows of its padding are zero."""
-    model = shake(t.GPT(t.GPTConfig(block_size=block_size, vocab_size=t.padded(n_vocab), n_layer=2,
+    model = shake(t.GPT(t.GPTConfig(block_size=block_size, n_layer=2,
                                     n_head=2, n_embd=16, n_vocab=n_vocab)))
     model.lm_head.weight.data[n_vocab:] = 0
     return model
@@ -59,7 +59,7 @@ def test_weights_of_every_shape_are_loaded(n_layer, n_head, n_vocab, dtype, tmp_
     hf.save_pretrained(tmp_path, max_shard_size="100KB")
     model = t.GPT.from_pretrained(tmp_path, dropout=0.3)
     assert model.config == t.GPTConfig(
-        block_size=32, n_vocab=n_vocab, vocab_size=t.padded(n_vocab), n_layer=n_layer,
+        block_size=32, n_vocab=n_vocab, n_layer=n_layer,
         n_head=n_head, n_embd=2 * n_head, dropout=0.3)
     assert {p.dtype for p in model.parameters()} == {torch.float32}
     assert model.lm_head.weight is model.transformer.wte.weight

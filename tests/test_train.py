@@ -81,7 +81,7 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     assert cfg == t.Config(data="shards", encoding="bytes", n_layer=5, seed=7)
     assert start == t.StartingPoint()
     gpt_config = t.gpt_config_of_run(cfg)
-    assert gpt_config == t.GPTConfig(n_vocab=257, vocab_size=384, n_layer=5)
+    assert gpt_config == t.GPTConfig(n_vocab=257, n_layer=5)
     assert "Config" in lines and "SMALL" not in lines
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
@@ -126,8 +126,7 @@ def test_the_losses_are_those_of_a_plain_loop(folder):
     assert "12 steps of 128 tokens, 0.03 epochs" in run.out
     text = torch.tensor(list((folder / "text.txt").read_bytes()))
     torch.manual_seed(1337)
-    model = t.GPT(t.GPTConfig(
-        block_size=16, vocab_size=384, n_layer=1, n_head=2, n_embd=16, n_vocab=257))
+    model = t.GPT(t.GPTConfig(block_size=16, n_layer=1, n_head=2, n_embd=16, n_vocab=257))
     matrices = [p for p in model.parameters() if p.dim() == 2]
     others = [p for p in model.parameters() if p.dim() == 1]
     adamw = torch.optim.AdamW([{"params": matrices, "weight_decay": 0.3},
