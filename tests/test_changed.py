@@ -80,7 +80,7 @@ def test_a_weight_that_is_changed_or_copied_before_it_is_drawn_is_reported(monke
     """
     monkeypatch.setattr(t.Block, "__init__", t.Block.__init__)
     edit_block(SimpleNamespace(t=t), edit)
-    with pytest.raises(t.UserError, match=rf"{name} has no initial values.*changed, or copied"):
+    with pytest.raises(t.UserError, match=rf"{name} has no initial values.*changes it, or copies"):
         t.build_state(small(), t.Config(), torch.float32)
 
 def test_a_weight_that_is_never_drawn_is_reported():
