@@ -339,8 +339,8 @@ def read_batches(urls, start_file, start_row):
                     row += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            # The rows before it in the current batch, len(texts) of them, could be read. Count rows
-            # from 1, as text editors do
+            # len(texts) rows of the current batch could be read, and the next one could not. The
+            # message counts rows from 1, as text editors do
             failed_row = row + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{summary_of(e)}): repair the file or the network, and repeat the "
@@ -516,14 +516,14 @@ def tokenize_all(batches, nprocs, encoding_name):
 class Place(NamedTuple):
     """A point in the corpus, at which a shard ends and the next one starts.
 
-    The point lies `offset` tokens after the start of row `row`, which may be several rows later.
-    cut_shards() takes the first row of the batch in which the shard ends, because it does not know
-    where the other rows of a batch start. For example, Place(2, 300, 1200) means that the next
-    shard is made by reading file 2 from row 300 on and leaving out the first 1,200 tokens.
+    It is `offset` tokens after the start of a batch of rows. For example, Place(2, 300, 1200) means
+    that the next shard is made by reading file 2 from row 300 on and leaving out the first 1,200
+    tokens. (The point may be in a later row than row 300. cut_shards() does not know in which one,
+    because it receives the tokens of a whole batch.)
     """
     file_number: int  # index of the file in reading order; len(files) at the end of the corpus
-    row: int          # number of a row in this file
-    offset: int       # number of tokens from the start of this row to the point
+    first_row: int    # number of the first row of the batch
+    offset: int       # number of tokens from the start of the batch to the point
 
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
@@ -542,11 +542,11 @@ def manifest_settings(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # Files after the one in which the last shard ends do not affect these shards. But if the corpus
-    # ended with this shard, a file that is added later does affect it, because the shard would not
-    # end there any more. Then end.file_number is the number of files at that time, which is the
-    # index of the first file that is added. So an added file changes the settings, and
-    # find_finished() reports it.
+    # The shards depend on the files up to the one in which the last shard ends. A last shard that is
+    # not full ends at the end of the corpus, and would be longer if a file were added. So it also
+    # depends on the fact that there is no further file. For such a shard, cut_shards() has set
+    # end.file_number to the number of files, which is the index that an added file would have. The
+    # slice below then contains the added file, so that find_finished() reports it.
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files[:last_number + 1]):
         settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -573,7 +573,7 @@ def write_manifest(cfg, files, shards):
     entries = []
     for shard in shards:
         entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
-                        "file": shard.end.file_number, "row": shard.end.row,
+                        "file": shard.end.file_number, "row": shard.end.first_row,
                         "used": shard.end.offset})
     manifest = {"settings": manifest_settings(cfg, files, shards), "shards": entries}
     content = json.dumps(manifest, indent=1).encode()
@@ -642,7 +642,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    to_skip = start.offset  # number of tokens from start.row on that belong to earlier shards
+    to_skip = start.offset  # number of tokens from start.first_row on that belong to earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
@@ -673,7 +673,7 @@ def add_shards(cfg, files, finished):
     shards = list(finished)
     # If shard files are missing, the old manifest still lists them, so replace it.
     write_manifest(cfg, files, shards)
-    batches = read_batches([url for url, size in files], start.file_number, start.row)
+    batches = read_batches([url for url, size in files], start.file_number, start.first_row)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,
                      n_files=len(files))

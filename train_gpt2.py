@@ -143,12 +143,14 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() stores the std of a layer's weight as init_std, and fills the weight with a number
-# that no initial weight has, PLACEHOLDER. When GPT.__init__ has built all layers, init_weights()
-# replaces each PLACEHOLDER by a random number. (For edits: before that, a layer may set elements of
-# its weight, for example to 0, and they keep their values. But do not copy or multiply the weight
-# before that, because init_weights() would not replace copied or multiplied placeholders. They are
-# so large that check_parameters() in part two finds them, and raises UserError)
+# draw_later() only stores the std of a layer's weight as init_std. When GPT.__init__ has built all
+# layers, init_weights() draws the weights.
+#
+# For edits: a layer may set some elements of its weight itself, for example to 0, and they keep
+# their values. So that init_weights() can tell which elements it has to draw, draw_later() sets all
+# of them to PLACEHOLDER. (If a weight is copied or multiplied before it is drawn, init_weights()
+# does not draw the result. check_parameters() in part two finds such a weight, because PLACEHOLDER
+# is larger than any sensible initial weight, and raises UserError)
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -172,7 +174,6 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # For edits: keep elements that a layer has set itself
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -356,8 +357,9 @@ class GPT(nn.Module):
         constants: constants of GPTConfig that replace those stored with the weights. The dropout
         with which the weights were trained is not kept: give dropout=0.1, for example.
 
-        A parameter that the weights lack keeps its initial value. Raise UserError if the weights
-        cannot be read, or if the model lacks one of them or has it in a different shape.
+        A parameter of the model keeps its initial value if there is no weight with its name. Raise
+        UserError if the weights cannot be read, or if there is a weight for which the model has no
+        parameter with the same name and shape.
         """
         return load_pretrained(cls, source, constants)  # in part two
 
@@ -419,8 +421,8 @@ class DataLoaderLite:
         n_rows = int(self.rows_in_shard[shard])                    # 30
         n_read_before_shard = int(ends[i]) - n_rows                # 70 - 30 = 40
         n_read_in_shard = n_read_in_epoch - n_read_before_shard    # 45 - 40 = 5
-        order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
-        start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8, if its index is 17
+        order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)  # element 5: 17
+        start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8 = 136
         if self.recut:
             # In this epoch, each row begins `shift` tokens earlier than usual, where shift < T.
             # (With the factor 0.618, the shifts of consecutive epochs are very different.) Only the
@@ -558,7 +560,9 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     """Return [AdamW] or, with optimizer="muon", [AdamW, Muon].
 
-    Muon updates the matrices in the blocks, and AdamW all other parameters.
+    Muon updates the matrices in the blocks, and AdamW all other parameters. The lr of each group is
+    the highest value that its learning rate will have. Since step_optimizers() changes lr in each
+    step, build_state() also stores this value in the group, as peak_lr.
 
     raw_model: the GPT, without the DDP wrapper. muon_dtype: the dtype in which Muon orthogonalizes.
     """
@@ -580,26 +584,6 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
-def store_initial_hyperparameters(optimizers):
-    """Store the hyperparameters of each optimizer group, before training changes any of them.
-
-    build_state() in part two calls this function when it has built the optimizers. Two functions
-    use what it stores:
-
-    - step_optimizers() changes the group's lr in each step, in proportion to peak_lr.
-    - load_optimizer() in part two compares the checkpoint with "initial", a dict of all
-      hyperparameters, in order to see which of them training has changed.
-
-    For edits: if training adds an optimizer or a group, call this function again. It does not
-    change groups that have these entries.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group.setdefault("peak_lr", group["lr"])
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
 # ---- Training
 @dataclass
 class State:
@@ -613,8 +597,8 @@ class State:
 
     A resumed run first builds its State in the same way as a new run does. Then it replaces
     numbers, strings and tensors by those of the checkpoint, and it calls load_state_dict() of
-    objects such as raw_model. So objects must be created before the first step. (train_step() may
-    create attributes of the other types.)
+    objects such as raw_model. So an object with state_dict() must be created before the first step.
+    Numbers, strings and tensors may also be created later, in train_step().
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When it is called, raw_model has its initial weights, or
@@ -647,7 +631,10 @@ class State:
 
 @dataclass
 class Run:
-    """The objects that train() uses. A resumed run builds them again, and then loads its State."""
+    """The objects that train() uses. A resumed run builds them again, and then loads its State.
+
+    (steps_that_fit() also builds a Run, for train_step() only.)
+    """
     cfg: Config
     state: State
     device: torch.device
@@ -658,7 +645,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions (a hellaswag.Prepared); None if it is off
-    folder: "RunFolder | None"    # writes to log_dir; None in steps_that_fit(), for --minutes
+    folder: "RunFolder | None"    # writes to log_dir; None in steps_that_fit()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -753,7 +740,7 @@ def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
     The learning rate of each group follows the curve of get_lr(), scaled so that its highest value
-    is peak_lr, the lr with which configure_optimizers() built the group.
+    is peak_lr, which is the lr in configure_optimizers().
     """
     # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
     # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
@@ -785,8 +772,8 @@ def train(run):
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (save()
-            # does nothing at step 0 of a run from scratch. It deletes older checkpoints, but never
-            # those at multiples of keep_every)
+            # does nothing if this step is already saved, nor at step 0 of a run from scratch. It
+            # deletes older checkpoints, but never those at multiples of keep_every)
             check_ranks_have_same_weights(run)
             run.folder.save(state)
         if due(cfg.eval_every, run):
@@ -884,9 +871,9 @@ class StartingPoint:
         anything else   resumed run   set    None      set
         any             --sample      set    set       None
 
-    With init_from=scratch, Config determines the model's constants, also in a resumed run. If it
-    used those in the checkpoint instead, an edit of n_layer in Config, for example, would have no
-    effect, and check_same_training() could not report it.
+    With init_from=scratch, Config determines the model's constants, even if there is a checkpoint.
+    So if n_layer, for example, was edited in Config, check_same_training() finds a difference from
+    the checkpoint, and reports it.
     """
     spec: ModelSpec | None = None   # determines the model's constants (if None, Config does)
     weights: Weights | None = None  # to load into the model
@@ -1772,13 +1759,27 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
+# ---- Optimizers in a checkpoint. An optimizer group holds hyperparameters such as betas. If
+# training has changed a hyperparameter (a step counter, for example), a resumed run continues with
+# the saved value. All other hyperparameters have the values in the code, which may have been edited
+# since the checkpoint was written. To find out what training has changed, each group holds the
+# values that it had before the first step, in a dict with the name "initial". (If a constant in
+# Config was edited, such as max_lr, check_same_training() reports it)
+def store_initial_hyperparameters(optimizers):
+    """Store the lr of each optimizer group as peak_lr, and all its hyperparameters in "initial".
+
+    For edits: if training adds an optimizer or a group, call this function again. It does not
+    change groups that have these entries.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("peak_lr", group["lr"])  # for step_optimizers()
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
 def load_optimizer(optimizer, saved):
     """Load what saved_form_of() returned into an optimizer.
-
-    An optimizer group holds hyperparameters such as betas. If training has changed a hyperparameter
-    (a step counter, for example), it continues with the saved value. All other hyperparameters have
-    the values in the code, which may have been edited since the checkpoint was written. (Edits of
-    constants in Config, such as max_lr, are reported by check_same_training().)
 
     Raise ValueError if an optimizer of a different class was saved.
     """
@@ -1790,22 +1791,22 @@ def load_optimizer(optimizer, saved):
     # groups must be moved here
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device if parameters else None
-    groups = [group | moved(changed_in_training(saved_group), device)
+    groups = [group | moved(entries_to_load(saved_group), device)
               for group, saved_group in zip(optimizer.param_groups, saved["param_groups"],
                                             strict=True)]
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
-def changed_in_training(saved_group):
-    """Return the entries of a saved optimizer group that training has changed or added.
+def entries_to_load(saved_group):
+    """Return the entries of a saved optimizer group that replace those of the code.
 
-    They differ from those that store_initial_hyperparameters() has stored. An entry with tensors,
-    which may be large, is not compared, and always counts as changed. So does "params", which holds
-    numbers in a saved group, as optimizer.load_state_dict() expects. (The oldest checkpoints do not
-    have "initial". Then all entries count as changed.)
+    These are all entries, except for "initial" and for hyperparameters that are equal to those in
+    "initial". (Tensors, which may be large, are not compared. They are always loaded.)
     """
-    initial = saved_group.get("initial", {})
-    return {name: value for name, value in saved_group.items() if name != "initial" and (
-            name not in initial or has_tensors((value, initial[name])) or value != initial[name])}
+    initial = saved_group.get("initial", {})  # checkpoints until November 2026 may lack it
+    unchanged = {name for name, value in initial.items() if name in saved_group
+                 and not has_tensors((value, saved_group[name])) and saved_group[name] == value}
+    return {name: value for name, value in saved_group.items()
+            if name != "initial" and name not in unchanged}
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -2283,8 +2284,8 @@ def report_step(run, step, loss, norm):
     cfg, seconds = run.cfg, run.step_seconds[-1]
     rate = rows_of_step(cfg, step) * cfg.T / seconds
     # Use the median, because some steps take longer: the first one, which may include compilation,
-    # and those that wait for another program. (After the first two steps, median_low() returns the
-    # duration of the second one. median() would return the mean of both)
+    # and those that wait for another program. (After two steps, median_low() returns the shorter of
+    # the two durations. median() would return their mean)
     left = statistics.median_low(run.step_seconds) * (cfg.max_steps - step - 1)
     report(run, step, "train", loss,
            note=f" lr {get_lr(step, cfg):.2e} norm {norm:.2f} {seconds * 1e3:.0f} ms "
@@ -2616,14 +2617,11 @@ def move_into_state(checkpoint):
     return {name: checkpoint[name] for name in others if name in checkpoint} | {"state": state}
 
 def rename_to_initial(optimizers):
-    """Rename an entry of each optimizer group to "initial".
-
-    It was called "as_built", and later "in_code".
-    """
+    """Rename the entries "as_built" and "in_code" of optimizer groups to "initial"."""
     for optimizer in optimizers:
         if "class" not in optimizer:
-            # The oldest checkpoints have no such entries. (For edits: this may also be an object
-            # that is not a torch.optim.Optimizer, and that has no such entries either)
+            # There is nothing to rename in the oldest checkpoints. (For edits: nor is there in an
+            # object that is not a torch.optim.Optimizer)
             continue
         for group in optimizer["param_groups"]:
             # A run that several versions have continued may have several of these entries. The
