@@ -542,8 +542,8 @@ def manifest_settings(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # The shards depend on the files up to the one in which the last shard ends. A last shard that is
-    # not full ends at the end of the corpus, and would be longer if a file were added. So it also
+    # The shards depend on the files up to the one in which the last shard ends. If the last shard is
+    # not full, it ends at the end of the corpus, and would be longer if a file were added. So it also
     # depends on the fact that there is no further file. For such a shard, cut_shards() has set
     # end.file_number to the number of files, which is the index that an added file would have. The
     # slice below then contains the added file, so that find_finished() reports it.
