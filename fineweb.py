@@ -536,20 +536,20 @@ def manifest_settings(cfg, files, shards):
     """Return the settings, {name: value}, that belong in a manifest of these Shards.
 
     They are everything that determines the content of the shards: shard_size, the encoding, and the
-    name and size of each file up to the one in which the last shard ends.
+    name and size of each file up to the one in which the last shard ends. If the last shard ends at
+    the end of the corpus, a file that is added later is also included, because the shard would be
+    longer with it.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # The shards depend on the files up to the one in which the last shard ends. If the last shard is
-    # not full, it ends at the end of the corpus, and would be longer if a file were added. So it also
-    # depends on the fact that there is no further file. For such a shard, cut_shards() has set
-    # end.file_number to the number of files, which is the index that an added file would have. The
-    # slice below then contains the added file, so that find_finished() reports it.
+    # At the end of the corpus, file_number is the number of files (see cut_shards). This is also
+    # the number that an added file has.
     last_number = shards[-1].end.file_number
-    for number, (url, size) in enumerate(files[:last_number + 1]):
-        settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    for number, (url, size) in enumerate(files):
+        if number <= last_number:
+            settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
 def read_manifest(path):

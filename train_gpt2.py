@@ -146,11 +146,11 @@ FINETUNE = dict(
 # draw_later() only stores the std of a layer's weight as init_std. When GPT.__init__ has built all
 # layers, init_weights() draws the weights.
 #
-# For edits: a layer may set some elements of its weight itself, for example to 0, and they keep
-# their values. So that init_weights() can tell which elements it has to draw, draw_later() sets all
-# of them to PLACEHOLDER. (If a weight is copied or multiplied before it is drawn, init_weights()
-# does not draw the result. check_parameters() in part two finds such a weight, because PLACEHOLDER
-# is larger than any sensible initial weight, and raises UserError)
+# For edits: after draw_later(), a layer may set some elements of its weight itself, for example to
+# 0, and they keep their values. To make this possible, draw_later() sets all elements to
+# PLACEHOLDER, and init_weights() draws only those that are still equal to it. (Do not copy or
+# multiply a weight before it is drawn. init_weights() would draw neither the copy nor the multiple.
+# They would keep values as large as PLACEHOLDER. check_parameters() in part two reports this)
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -421,7 +421,8 @@ class DataLoaderLite:
         n_rows = int(self.rows_in_shard[shard])                    # 30
         n_read_before_shard = int(ends[i]) - n_rows                # 70 - 30 = 40
         n_read_in_shard = n_read_in_epoch - n_read_before_shard    # 45 - 40 = 5
-        order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)  # element 5: 17
+        # The order of the rows in shard 0 is random. Suppose that its element with index 5 is 17
+        order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8 = 136
         if self.recut:
             # In this epoch, each row begins `shift` tokens earlier than usual, where shift < T.
@@ -561,8 +562,8 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     """Return [AdamW] or, with optimizer="muon", [AdamW, Muon].
 
     Muon updates the matrices in the blocks, and AdamW all other parameters. The lr of each group is
-    the highest value that its learning rate will have. Since step_optimizers() changes lr in each
-    step, build_state() also stores this value in the group, as peak_lr.
+    the highest value that its learning rate will have. (Before the first step, it is copied to
+    group["peak_lr"], because step_optimizers() changes group["lr"] in each step.)
 
     raw_model: the GPT, without the DDP wrapper. muon_dtype: the dtype in which Muon orthogonalizes.
     """
@@ -740,7 +741,7 @@ def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
     The learning rate of each group follows the curve of get_lr(), scaled so that its highest value
-    is peak_lr, which is the lr in configure_optimizers().
+    is group["peak_lr"], which is the lr that configure_optimizers() has set.
     """
     # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
     # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
@@ -848,8 +849,8 @@ def train(run):
 class ModelSpec:
     """What is known about a trained model, apart from its weights."""
     source: str                # the file, folder or hub name that the model comes from
-    # The known part of the model's GPTConfig, as a dict. It never contains dropout, which belongs
-    # to the training and not to the model
+    # The model's GPTConfig, as a dict without dropout, which belongs to the training and not to the
+    # model. For edits: a constant that was added to GPTConfig after the training is also missing
     gpt_config: dict
     encoding_name: str | None  # None if it is unknown
 
@@ -873,7 +874,8 @@ class StartingPoint:
 
     With init_from=scratch, Config determines the model's constants, even if there is a checkpoint.
     So if n_layer, for example, was edited in Config, check_same_training() finds a difference from
-    the checkpoint, and reports it.
+    the checkpoint, and reports it. But --sample without init_from uses the weights in log_dir, and
+    the constants that are stored with them.
     """
     spec: ModelSpec | None = None   # determines the model's constants (if None, Config does)
     weights: Weights | None = None  # to load into the model
@@ -1762,9 +1764,12 @@ def moved(content, device):
 # ---- Optimizers in a checkpoint. An optimizer group holds hyperparameters such as betas. If
 # training has changed a hyperparameter (a step counter, for example), a resumed run continues with
 # the saved value. All other hyperparameters have the values in the code, which may have been edited
-# since the checkpoint was written. To find out what training has changed, each group holds the
-# values that it had before the first step, in a dict with the name "initial". (If a constant in
-# Config was edited, such as max_lr, check_same_training() reports it)
+# since the checkpoint was written. (If a constant in Config was edited, such as max_lr,
+# check_same_training() reports it)
+#
+# To find out what training has changed, each group has an entry "initial", a dict of the values
+# before the first step. It is saved, too. For example, if a saved group has momentum=0.97 and
+# initial={"momentum": 0.95}, then training has changed the momentum, and it continues with 0.97
 def store_initial_hyperparameters(optimizers):
     """Store the lr of each optimizer group as peak_lr, and all its hyperparameters in "initial".
 
@@ -1791,22 +1796,27 @@ def load_optimizer(optimizer, saved):
     # groups must be moved here
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device if parameters else None
-    groups = [group | moved(entries_to_load(saved_group), device)
-              for group, saved_group in zip(optimizer.param_groups, saved["param_groups"],
-                                            strict=True)]
+    groups = [moved(resumed_group(group, saved_group), device) for group, saved_group
+              in zip(optimizer.param_groups, saved["param_groups"], strict=True)]
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
-def entries_to_load(saved_group):
-    """Return the entries of a saved optimizer group that replace those of the code.
+def resumed_group(group, saved_group):
+    """Return the saved form of an optimizer group with the values for a resumed run.
 
-    These are all entries, except for "initial" and for hyperparameters that are equal to those in
-    "initial". (Tensors, which may be large, are not compared. They are always loaded.)
+    group: the group that the code has built. saved_group: the group in the checkpoint. In its saved
+    form, "params" holds numbers instead of parameters.
+
+    Tensors, which may be large, are not compared. They continue with the saved values.
     """
-    initial = saved_group.get("initial", {})  # checkpoints until November 2026 may lack it
-    unchanged = {name for name, value in initial.items() if name in saved_group
-                 and not has_tensors((value, saved_group[name])) and saved_group[name] == value}
-    return {name: value for name, value in saved_group.items()
-            if name != "initial" and name not in unchanged}
+    resumed = group | saved_group  # so entries that are missing in the checkpoint are from the code
+    if "initial" in group:
+        resumed["initial"] = group["initial"]
+    # Some checkpoints of November 2026 lack "initial". Then everything in them continues
+    for name, before in saved_group.get("initial", {}).items():
+        after = saved_group.get(name)
+        if not has_tensors((before, after)) and after == before and name in group:
+            resumed[name] = group[name]  # training has not changed it
+    return resumed
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -2016,7 +2026,8 @@ class RunFolder:
         ones were damaged, the damaged ones are not touched.)
         """
         found = find_checkpoints(self.path)  # {step: path}
-        older = [other_step for other_step in found if other_step < step]  # the newest step first
+        # The newest step comes first. (Damaged checkpoints have later steps, so they are not here)
+        older = [other_step for other_step in found if other_step < step]
         losses = {other_step: loss for other_step, loss in read_metrics(self.path)["val"]
                   if other_step in found}
         keep = {step, *older[:1]}  # the two newest
@@ -2619,11 +2630,7 @@ def move_into_state(checkpoint):
 def rename_to_initial(optimizers):
     """Rename the entries "as_built" and "in_code" of optimizer groups to "initial"."""
     for optimizer in optimizers:
-        if "class" not in optimizer:
-            # There is nothing to rename in the oldest checkpoints. (For edits: nor is there in an
-            # object that is not a torch.optim.Optimizer)
-            continue
-        for group in optimizer["param_groups"]:
+        for group in optimizer.get("param_groups", []):
             # A run that several versions have continued may have several of these entries. The
             # newest one counts
             entries = [group.pop(name) for name in ("as_built", "in_code", "initial")
