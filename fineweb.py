@@ -603,9 +603,9 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    The run cannot continue after shards that have no manifest, or that were made with different
-    settings. Raise UserError if these include training shards. If there is only a validation shard
-    (perhaps the corpus was too short for others), return [], so that it is made again.
+    If the manifest is missing or has different settings, shards in local_dir cannot be used. Then
+    raise UserError if there are training shards. If there is only a validation shard (perhaps the
+    corpus was too short for others), return [], so that it is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

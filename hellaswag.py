@@ -127,14 +127,13 @@ def tokenize(example, encode=gpt2_encode):
     return encode(example["ctx"]), endings
 
 def encode_after_space(text, encode):
-    """Return the token ids that a text has if it follows another text and a space.
+    """Return the token ids of " " + text, as they are if another text precedes the space.
 
-    They are taken from the token ids of "a " + text. (encode(" " + text) would be wrong for some
-    tokenizers, which add a start token or another space at the beginning of every text.)
+    They are the token ids of "a " + text without those of "a". (encode(" " + text) would be wrong
+    for some tokenizers, which add a start token or another space at the beginning of every text.)
     """
-    tokens = encode("a " + text)
     n_before_space = len(encode("a"))  # this includes the start token, if there is one
-    return tokens[n_before_space:]
+    return encode("a " + text)[n_before_space:]
 
 def collate(rows):
     """Pad R rows with 0 to the length N of the longest one.
@@ -287,7 +286,8 @@ def evaluate(model, questions, progress=False):
     """
     prepared = questions if isinstance(questions, Prepared) else prepare(questions, model)
     rank, n_ranks = rank_and_world_size()
-    sums = torch.zeros(prepared.n_tokens.numel(), dtype=torch.float64)
+    n_rows = prepared.n_tokens.numel()  # one row for each ending of each question
+    sums = torch.zeros(n_rows, dtype=torch.float64)
     batches = tqdm(prepared.batches[rank::n_ranks], unit="batch", disable=not progress)
     for row_numbers, tokens, is_ending in batches:
         sums[row_numbers] = ending_losses(model, tokens, is_ending)

@@ -562,8 +562,7 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     """Return [AdamW] or, with optimizer="muon", [AdamW, Muon].
 
     Muon updates the matrices in the blocks, and AdamW all other parameters. The lr of each group is
-    the highest value that its learning rate will have. (Before the first step, it is copied to
-    group["peak_lr"], because step_optimizers() changes group["lr"] in each step.)
+    the highest value that its learning rate will have.
 
     raw_model: the GPT, without the DDP wrapper. muon_dtype: the dtype in which Muon orthogonalizes.
     """
@@ -583,6 +582,9 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     if for_muon:
         optimizers.append(Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio,
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]  # step_optimizers() will change lr in each step
     return optimizers
 
 # ---- Training
@@ -634,7 +636,7 @@ class State:
 class Run:
     """The objects that train() uses. A resumed run builds them again, and then loads its State.
 
-    (steps_that_fit() also builds a Run, for train_step() only.)
+    (With --minutes, steps_that_fit() also builds a Run, and measures how long its steps take.)
     """
     cfg: Config
     state: State
@@ -701,7 +703,7 @@ def train_step(run):
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
-    # The number of targets in all processes. For edits: read_step() may set some to -100
+    # The number of targets in all processes. For edits: an edited read_step() may mask some of them
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
     loss_of_rank = torch.zeros((), device=run.device)
     ddp_model.train()
@@ -741,7 +743,7 @@ def step_optimizers(state, cfg, norm):
     """Set the learning rates, update the weights, and clear the gradients.
 
     The learning rate of each group follows the curve of get_lr(), scaled so that its highest value
-    is group["peak_lr"], which is the lr that configure_optimizers() has set.
+    is peak_lr, the lr that configure_optimizers() has set.
     """
     # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
     # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
@@ -825,8 +827,8 @@ def train(run):
 #     constants    those of the command; they must agree with the checkpoint (check_same_training)
 #     data         that of the command; it must be the same as before (check_same_training)
 #     code         it may have been edited, which is reported (find_warnings)
-#     optimizers   hyperparameters in the code, unless training has changed them (load_optimizer)
-#     all else     State in the checkpoint (restore_state)
+#     State        from the checkpoint (restore_state), including the optimizers' moments. But
+#                  hyperparameters that training has not changed come from the code (load_optimizer)
 #
 # The first sections are in the order of the calls above. The others contain what these functions
 # and train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring
@@ -1771,15 +1773,17 @@ def moved(content, device):
 # before the first step. It is saved, too. For example, if a saved group has momentum=0.97 and
 # initial={"momentum": 0.95}, then training has changed the momentum, and it continues with 0.97
 def store_initial_hyperparameters(optimizers):
-    """Store the lr of each optimizer group as peak_lr, and all its hyperparameters in "initial".
+    """Store all hyperparameters of each optimizer group in "initial".
 
     For edits: if training adds an optimizer or a group, call this function again. It does not
-    change groups that have these entries.
+    change groups that have this entry.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group.setdefault("peak_lr", group["lr"])  # for step_optimizers()
             if "initial" not in group:
+                # For edits: perhaps this group was not built by configure_optimizers(), or its lr
+                # was changed afterwards
+                group["peak_lr"] = group["lr"]
                 group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
                                     if name not in ("params", "param_names")}
 
@@ -1869,7 +1873,8 @@ def is_of_other_code(checksum):
 
 # Constants that may be changed freely when a run is resumed. They do not affect training, except
 # that dtype and B affect rounding, and B also affects the dropout masks. (epochs and minutes only
-# determine max_steps, which check_same_training() compares)
+# determine max_steps, which check_same_training() compares. A resumed run may be started without
+# --minutes, but determine_max_steps() refuses a different number of minutes)
 FREE_TO_CHANGE = {
     "B", "epochs", "minutes", "print_every", "eval_every", "val_tokens", "hellaswag_every",
     "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir",
@@ -2598,7 +2603,8 @@ def converted_to_todays_format(checkpoint):
         checkpoint = move_into_state(checkpoint)
     # Groups written on or before 25 November 2026 are changed. Newer ones stay as they are
     rename_to_initial(checkpoint["state"].get("optimizers", []))
-    # Until 27 November 2026, GPTConfig contained the number of rows of the embedding
+    # Until 27 November 2026, GPTConfig also contained the number of rows of the embedding, which is
+    # padded(n_vocab)
     checkpoint["gpt_config"].pop("vocab_size", None)
     return checkpoint
 
