@@ -829,7 +829,7 @@ class Check:
         for name in one:
             if two.get(name) and report["initial"][name][0] == before["initial"][name][0]:
                 ratio = one[name] / two[name]
-                if not 0.6 < ratio < 1.67:
+                if not 0.55 < ratio < 1.8:
                     by_ratio[f"{ratio:.2g}"].append(name)
         parts = [f"{ratio} times as large: {some_of(names)}" for ratio, names in by_ratio.items()]
         if not parts:
