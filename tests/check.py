@@ -784,7 +784,8 @@ class Check:
                   f"steps. If it acts only under a condition, try --steps="
                   f"{3 * self.plan.options.steps}.") if added else ""
         return broken("it has no effect on training", setting if new else "", unused, (
-            f"Compared with {self.plan.options.against} over {self.plan.options.steps} steps. "
+            f"Compared with {self.plan.options.against} over {self.plan.options.steps} steps. If "
+            f"the edit acts in later steps only, give --steps={3 * self.plan.options.steps}. "
             "Changes of constants that check.py sets itself, such as max_steps, do not show."))
 
     def own_notes(self):
@@ -792,7 +793,8 @@ class Check:
         notes, changed = [], ", ".join(self.base.report["changed"])
         if changed and not self.named_unsaved:
             notes.append(f"this {UNSAVED}: {changed}. If later steps depend on it, make it an "
-                         "attribute of State.")
+                         "attribute of State. (This is not necessary for a cache whose values are "
+                         "computed again.)")
         notes += self.notes_about_progress() + self.notes_about_first_update()
         notes += self.notes_about_processes() + self.notes_about_warnings()
         log = self.base.log
@@ -827,17 +829,21 @@ class Check:
         one, two = report["first_update"], before["first_update"]
         by_ratio = defaultdict(list)
         for name in one:
-            if two.get(name) and report["initial"][name][0] == before["initial"][name][0]:
+            shape, _, values, *_ = report["initial"][name]
+            if two.get(name) and shape == before["initial"][name][0]:
                 ratio = one[name] / two[name]
-                if not 0.55 < ratio < 1.8:
+                # If weights are 0 at first, gradients may have a low rank, which makes Muon's first
+                # update smaller
+                if ratio > 1.8 or (ratio < 0.6 and set(values) != {0}):
                     by_ratio[f"{ratio:.2g}"].append(name)
         parts = [f"{ratio} times as large: {some_of(names)}" for ratio, names in by_ratio.items()]
         if not parts:
             return []
         return ["the first updates of some parameters, divided by the learning rate, have a "
                 f"different size than without the edit. {'; '.join(parts[:4])}. The updates of "
-                "AdamW and Muon do not depend on the size of the gradient, so look for the reason "
-                "in the learning rates, in the optimizer, or in the way the parameter is used."]
+                "AdamW and Muon do not depend on the size of the gradient. So look for the reason "
+                "in the learning rates, in the optimizer, in the way the parameter is used, or in "
+                "gradients that are 0 for most elements."]
 
     def notes_about_warnings(self):
         """Return the warnings that only the edited version prints."""
@@ -964,7 +970,7 @@ def check(options):
         setup = lab.result("setup").report
     plan = Plan(options, setup["constants"], setup["device"])
     print(f"Checking {options.steps} steps of {plan.batch:,} tokens, {plan.device}, "
-          f"{plan.constants['dtype']}.\nIf the edit takes effect only later, check more steps: "
+          f"{plan.constants['dtype']}, n_layer={plan.constants['n_layer']}.\nIf the edit takes effect only later, check more steps: "
           f"--steps={3 * options.steps}", flush=True)
     outcomes = []
     # Two runs might need more memory than a GPU has

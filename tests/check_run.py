@@ -310,6 +310,7 @@ class Watched:
         self.between = watch_average(run.state)
         self.clipped, self.factors_of_clipping, self.norms, self.measured = watch_clipping(
             t, run.state)
+        self.divergences = watch_divergences()
         self.seeds = watch_seeds(run.state)
         self.optimizers = list(run.state.optimizers)
         self.integers, self.first_step = integers_of(run.state), run.state.step
@@ -337,6 +338,7 @@ class Watched:
             *noted(notes_about_decay, state),
             *noted(notes_about_gains, state, report["initial"]),
             *noted(notes_about_learning_rates, state),
+            *noted(notes_about_depth, t, run),
             *noted(notes_about_groups, state.optimizers),
             *noted(notes_about_copies, state),
             *noted(notes_about_zero_attributes, state),
@@ -348,6 +350,7 @@ class Watched:
             *noted(notes_about_clipping, state, self.clipped, self.norms),
             *noted(notes_about_small_gradients, self.factors_of_clipping),
             *noted(notes_about_clipped_norms, self.measured),
+            *noted(notes_about_divergences, self.divergences),
             *noted(notes_about_seeds, self.seeds),
             *noted(notes_about_repeated_rows, rows),
             *noted(notes_about_shifts, report["shifted"]),
@@ -611,6 +614,25 @@ def watch_first_update(t, run):
                     sizes[name] = change.square().mean().sqrt().item() / rate
     before_each_step(state, look)
     return sizes
+
+def watch_divergences():
+    """Return a set, to which kl_div() adds shapes that reduction="batchmean" does not fit."""
+    shapes, original = set(), torch.nn.functional.kl_div
+
+    @functools.wraps(original)
+    def kl_div(input, *args, **kwargs):
+        reduction = kwargs.get("reduction", args[3] if len(args) > 3 else "mean")
+        if reduction == "batchmean" and input.dim() > 2:
+            shapes.add(tuple(input.shape))
+        return original(input, *args, **kwargs)
+    torch.nn.functional.kl_div = kl_div
+    return shapes
+
+def notes_about_divergences(shapes):
+    """Return a note if kl_div() divides by the number of rows, and not by that of tokens."""
+    return [f"kl_div(reduction=\"batchmean\") gets a tensor of shape {shape}, and divides by its "
+            f"first dimension only, {shape[0]}. For the mean over tokens, flatten the tensor to "
+            "(tokens, ids) first." for shape in sorted(shapes)[:1]]
 
 def watch_weights(state):
     """Return two dicts {step: a sample of the weights before this step}, filled during training.
@@ -1046,6 +1068,49 @@ def notes_about_learning_rates(state):
     return [f"in the blocks, {several[0]} has {numbers[several[0]][0]} learning rates, but {name}, "
             f"which trains {count} of their parameters, has only one. Perhaps the edit does not "
             f"reach the groups of {name}."]
+
+def notes_about_depth(t, run, n_layer=12):
+    """Return a note if hyperparameters of the blocks are in order here, but not in a deep model.
+
+    In order means that they rise or fall from block to block. For example, if code looks for "h.1"
+    in names of parameters, it also finds h.10 and h.11, but a small model has no such blocks.
+    """
+    config, notes = run.state.raw_model.config, []
+    if config.n_layer >= n_layer or config.n_layer < 2:
+        return []
+    deep = t.build_model(run.cfg, replace(config, n_layer=n_layer))
+    here = hyperparameters_of_blocks(run.state.raw_model, run.state.optimizers, "peak_lr")
+    there = hyperparameters_of_blocks(
+        deep, t.configure_optimizers(deep, replace(run.cfg, n_layer=n_layer)), "lr")
+    for key, values in there.items():
+        if key in here and is_in_order(here[key]) and not is_in_order(values):
+            name, hyperparameter = key
+            by_block = ", ".join(f"{i}: {value:.2g}" for i, value in enumerate(values))
+            notes.append(f"with n_layer={n_layer}, {name} has these values of {hyperparameter} in "
+                         f"the blocks: {by_block}. Perhaps code that looks for the name of a "
+                         "block, such as h.1, also finds h.10. (Look for \"h.1.\" instead.)")
+    return notes[:1]
+
+def hyperparameters_of_blocks(model, optimizers, lr):
+    """Return {(name of a parameter in a block, hyperparameter): its values in all blocks}.
+
+    lr: the entry of a group that holds the highest value of its learning rate.
+    """
+    names = {id(p): name for name, p in model.named_parameters()}
+    found = defaultdict(dict)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                if match := re.fullmatch(r"transformer\.h\.(\d+)\.(.+)", names.get(id(p), "")):
+                    block, name = int(match[1]), match[2]
+                    found[name, "lr"][block] = float(group[lr])
+                    found[name, "weight_decay"][block] = float(group.get("weight_decay", 0))
+    return {key: [values[block] for block in sorted(values)] for key, values in found.items()}
+
+def is_in_order(values):
+    """Return whether numbers never rise or never fall, apart from rounding."""
+    changes = [b - a for a, b in itertools.pairwise(values) if not math.isclose(a, b)]
+    return all(change > 0 for change in changes) or all(change < 0 for change in changes)
 
 def notes_about_groups(optimizers):
     """Return notes on hyperparameters of optimizer groups that training changes much, except lr."""

@@ -674,6 +674,50 @@ def test_first_updates_of_another_size_are_noted(tmp_path):
     assert notes({"w": 1.5, "x": 0.7, "z": 5.0}) == []
     note, = notes({"w": 0.44, "x": 0.4402, "y": 2.0})
     assert "0.44 times as large: w and 1 more; 10 times as large: y. The upd" in note
+    # Muon's first update is smaller for weights that are 0, because of the rank of the gradient
+    runs = {name: ({}, dict(first_update={"w": size}, initial={"w": [[2], 7, [0.0], 1]}))
+            for name, size in (("base", 0.5), ("committed", 1.0))}
+    assert stub_check(tmp_path, "", **runs).notes_about_first_update() == []
+
+def test_learning_rates_of_a_deeper_model_are_checked(monkeypatch):
+    """If h.1 is looked for in the names of parameters, h.10 and h.11 are found, too."""
+    cfg = train_gpt2.Config(optimizer="muon", n_layer=3, n_head=2, n_embd=16)
+    config = train_gpt2.GPTConfig(block_size=16, n_vocab=9, n_layer=3, n_head=2, n_embd=16)
+    original = train_gpt2.configure_optimizers
+
+    def notes(rate_of):
+        def edited(raw_model, cfg, muon_dtype=torch.float32):
+            optimizers = original(raw_model, cfg, muon_dtype)
+            n = cfg.n_layer
+            names = {id(p): name for name, p in raw_model.named_parameters()}
+            groups = [dict(params=[p], lr=rate_of(names[id(p)], n)) for optimizer in optimizers
+                      for group in optimizer.param_groups for p in group["params"]]
+            return [torch.optim.AdamW(groups)]
+        monkeypatch.setattr(train_gpt2, "configure_optimizers", edited)
+        model = train_gpt2.build_model(cfg, config)
+        state = train_gpt2.build_state(model, cfg, torch.float32)
+        return check_run.notes_about_depth(
+            train_gpt2, types.SimpleNamespace(state=state, cfg=cfg))
+
+    def by_block(n, name, pattern):
+        return 0.9 ** (n - next((i for i in range(n) if pattern.format(i) in name), n))
+    note, = notes(lambda name, n: by_block(n, name, "h.{}"))
+    assert "0: 0.28, 1: 0.31, 2: 0.35" in note and "9: 0.73, 10: 0.31, 11: 0.31. Perhaps" in note
+    assert notes(lambda name, n: by_block(n, name, "h.{}.")) == []
+    assert notes(lambda name, n: 0.1 if ".h.1." in name else 0.2) == []  # not in order here either
+    assert notes(lambda name, n: 0.1) == []
+
+def test_a_divergence_that_is_divided_by_the_number_of_rows_is_noted(monkeypatch):
+    """The logits of a distillation have three dimensions, and "batchmean" divides by the first."""
+    monkeypatch.setattr(torch.nn.functional, "kl_div", torch.nn.functional.kl_div)
+    shapes = check_run.watch_divergences()
+    kl_div, p = torch.nn.functional.kl_div, torch.full((2, 3, 4), 0.25)
+    kl_div(p.log(), p)
+    kl_div(p.log().flatten(0, 1), p.flatten(0, 1), reduction="batchmean")
+    assert check_run.notes_about_divergences(shapes) == []
+    torch.nn.KLDivLoss(reduction="batchmean")(p.log(), p)
+    note, = check_run.notes_about_divergences(shapes)
+    assert "shape (2, 3, 4), and divides by its first dimension only, 2" in note
 
 def test_an_average_that_is_updated_for_each_optimizer_is_noted():
     """An average that is updated once, after the last optimizer, gives no note."""
