@@ -149,8 +149,8 @@ FINETUNE = dict(
 # For edits: after draw_later(), a layer may set some elements of its weight itself, for example to
 # 0, and they keep their values. To make this possible, draw_later() sets all elements to
 # PLACEHOLDER, and init_weights() draws only those that are still equal to it. (Do not copy or
-# multiply a weight before it is drawn. init_weights() would draw neither the copy nor the multiple.
-# They would keep values as large as PLACEHOLDER. check_parameters() in part two reports this)
+# multiply a weight before it is drawn. A new parameter that is a copy or a multiple of it would not
+# be drawn, and would keep large values. check_parameters() in part two reports such a parameter)
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -598,14 +598,15 @@ class State:
     state_dict(), or a list of such objects. An attribute of any other type causes an error before
     the first step.
 
-    A resumed run first builds its State in the same way as a new run does. Then it replaces
-    numbers, strings and tensors by those of the checkpoint, and it calls load_state_dict() of
-    objects such as raw_model. So an object with state_dict() must be created before the first step.
-    Numbers, strings and tensors may also be created later, in train_step().
+    A resumed run first builds a new State. Then it replaces numbers, strings and tensors by those
+    of the checkpoint, and it calls load_state_dict() of objects such as raw_model. So an object
+    with state_dict() must be a field of this class, or be created in __post_init__(). Numbers,
+    strings and tensors may also be created later, in train_step().
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
-    __post_init__(self) to this class. When it is called, raw_model has its initial weights, or
-    those of init_from. (In a resumed run, the checkpoint then replaces what it has done.)
+    __post_init__(self) to this class. When a new run calls it, raw_model has its initial weights,
+    or those of init_from. (A resumed run also calls it, and then replaces weights and attributes by
+    those of the checkpoint.)
 
     raw_model is the GPT without the DDP wrapper. With torch.compile, build_run() compiles it in
     place: it remains the same object, and raw_model(idx) runs the compiled code.
@@ -824,11 +825,13 @@ def train(run):
 #
 # What a resumed run uses:
 #
-#     constants    those of the command; they must agree with the checkpoint (check_same_training)
-#     data         that of the command; it must be the same as before (check_same_training)
-#     code         it may have been edited, which is reported (find_warnings)
-#     State        from the checkpoint (restore_state), including the optimizers' moments. But
-#                  hyperparameters that training has not changed come from the code (load_optimizer)
+#     constants   those of the command. The ones that affect training must be as before, except
+#                 that max_steps may grow (check_same_training)
+#     data        that of the command. It must be the same as before (check_same_training)
+#     code        it may have been edited, which is reported (find_warnings), unless the run is
+#                 finished, which is an error (check_code_of_finished_run)
+#     State       that of the checkpoint (restore_state). But hyperparameters of optimizers that
+#                 were edited in the code have the new values (load_optimizer)
 #
 # The first sections are in the order of the calls above. The others contain what these functions
 # and train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring
@@ -945,9 +948,8 @@ def resolve_config(flags, device=torch.device("cpu")):
         # flags --epochs and --minutes. (In a | b, values of b take precedence)
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
-    flags = flags | {"data": data}
     preset_name = choose_preset(data, flags)
-    preset = PRESETS.get(preset_name, {})
+    preset = {"data": data} | PRESETS.get(preset_name, {})
     # find_start() needs only constants that no ModelSpec changes, such as init_from and log_dir.
     # (Values of flags are text, and make_config() converts them)
     without_spec = make_config(Config, preset | flags)
@@ -1763,27 +1765,25 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
-# ---- Optimizers in a checkpoint. An optimizer group holds hyperparameters such as betas. If
-# training has changed a hyperparameter (a step counter, for example), a resumed run continues with
-# the saved value. All other hyperparameters have the values in the code, which may have been edited
-# since the checkpoint was written. (If a constant in Config was edited, such as max_lr,
-# check_same_training() reports it)
+# ---- Optimizers in a checkpoint. An optimizer group holds hyperparameters such as betas. A resumed
+# run continues with the saved values, since training may have changed some of them. But if a value
+# was edited in the code after the checkpoint was written, it continues with the new value. (If a
+# constant in Config was edited, such as max_lr, check_same_training() reports it)
 #
-# To find out what training has changed, each group has an entry "initial", a dict of the values
-# before the first step. It is saved, too. For example, if a saved group has momentum=0.97 and
-# initial={"momentum": 0.95}, then training has changed the momentum, and it continues with 0.97
+# To find out what was edited, each group holds a copy of the values with which the code has built
+# it, in an entry "initial", which is also saved. For example, if "initial" in the checkpoint has
+# momentum=0.95, and the code now builds the group with momentum=0.9, then this value was edited
 def store_initial_hyperparameters(optimizers):
     """Store all hyperparameters of each optimizer group in "initial".
 
-    For edits: if training adds an optimizer or a group, call this function again. It does not
-    change groups that have this entry.
+    For edits: a group that was not built by configure_optimizers() may lack peak_lr. Then this is
+    its lr. If training adds an optimizer or a group, call this function again. It does not change
+    groups that have these entries.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
+            group.setdefault("peak_lr", group["lr"])
             if "initial" not in group:
-                # For edits: perhaps this group was not built by configure_optimizers(), or its lr
-                # was changed afterwards
-                group["peak_lr"] = group["lr"]
                 group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
                                     if name not in ("params", "param_names")}
 
@@ -1800,7 +1800,7 @@ def load_optimizer(optimizer, saved):
     # groups must be moved here
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device if parameters else None
-    groups = [moved(resumed_group(group, saved_group), device) for group, saved_group
+    groups = [resumed_group(group, moved(saved_group, device)) for group, saved_group
               in zip(optimizer.param_groups, saved["param_groups"], strict=True)]
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
@@ -1810,16 +1810,18 @@ def resumed_group(group, saved_group):
     group: the group that the code has built. saved_group: the group in the checkpoint. In its saved
     form, "params" holds numbers instead of parameters.
 
-    Tensors, which may be large, are not compared. They continue with the saved values.
+    Tensors, which may be large, are not compared. They always have the saved values.
     """
-    resumed = group | saved_group  # so entries that are missing in the checkpoint are from the code
+    resumed = group | saved_group  # entries that the checkpoint lacks are those of the code
+    # Some checkpoints of November 2026 lack "initial". For edits: so do optimizers that are not in
+    # State.optimizers
+    initial_then, initial_now = saved_group.get("initial", {}), group.get("initial", {})
+    for name in initial_then.keys() & initial_now.keys():
+        then, now = initial_then[name], initial_now[name]
+        if not has_tensors((then, now)) and now != then:
+            resumed[name] = group[name]  # it was edited
     if "initial" in group:
-        resumed["initial"] = group["initial"]
-    # Some checkpoints of November 2026 lack "initial". Then everything in them continues
-    for name, before in saved_group.get("initial", {}).items():
-        after = saved_group.get(name)
-        if not has_tensors((before, after)) and after == before and name in group:
-            resumed[name] = group[name]  # training has not changed it
+        resumed["initial"] = initial_now
     return resumed
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
@@ -1873,8 +1875,7 @@ def is_of_other_code(checksum):
 
 # Constants that may be changed freely when a run is resumed. They do not affect training, except
 # that dtype and B affect rounding, and B also affects the dropout masks. (epochs and minutes only
-# determine max_steps, which check_same_training() compares. A resumed run may be started without
-# --minutes, but determine_max_steps() refuses a different number of minutes)
+# determine max_steps, which check_same_training() compares. See also determine_max_steps())
 FREE_TO_CHANGE = {
     "B", "epochs", "minutes", "print_every", "eval_every", "val_tokens", "hellaswag_every",
     "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir",
@@ -1900,7 +1901,7 @@ def check_same_training(checkpoint, cfg, fingerprint):
                         "this change, or choose a different --log_dir.")
 
 def check_code_of_finished_run(checkpoint, cfg):
-    """Raise UserError if the run in log_dir has no steps left, and the code was edited since then.
+    """Raise UserError if the run in log_dir was finished by different code.
 
     The edited code would evaluate a model that it has not trained. (Edited code may continue a run
     that has steps left. find_warnings() reports this.)
@@ -1945,6 +1946,9 @@ class RunFolder:
         if rank() != 0:
             return
         remove_unfinished(self.path)  # files that a killed run was writing
+        for other_step, path in find_checkpoints(self.path).items():
+            if other_step > step:  # it is damaged, so the run continues from an earlier one
+                self.set_aside(path.name)
         if not continues:  # there may be a log, if an earlier run ended before its first save
             self.set_aside("log.txt")
         if not continues or step < self.cfg.max_steps:
@@ -1960,7 +1964,7 @@ class RunFolder:
             self.saved_step = step
 
     def set_aside(self, name):
-        """Rename an outdated file or folder, if it exists, instead of overwriting it."""
+        """Rename an outdated or damaged file or folder, if it exists, instead of overwriting it."""
         old = self.path / name
         if old.exists():
             old.rename(f"{old}_before_{time.strftime('%Y%m%d-%H%M%S')}")
@@ -2027,12 +2031,10 @@ class RunFolder:
         """Delete checkpoints that need not be kept, now that the one for `step` has been written.
 
         Keep the two newest checkpoints, those at multiples of keep_every, and the one with the
-        lowest validation loss. (If the run was resumed from an earlier checkpoint because later
-        ones were damaged, the damaged ones are not touched.)
+        lowest validation loss.
         """
         found = find_checkpoints(self.path)  # {step: path}
-        # The newest step comes first. (Damaged checkpoints have later steps, so they are not here)
-        older = [other_step for other_step in found if other_step < step]
+        older = [other_step for other_step in found if other_step < step]  # the newest step first
         losses = {other_step: loss for other_step, loss in read_metrics(self.path)["val"]
                   if other_step in found}
         keep = {step, *older[:1]}  # the two newest

@@ -834,7 +834,7 @@ class Check:
                 ratio = one[name] / two[name]
                 # If weights are 0 at first, gradients may have a low rank, which makes Muon's first
                 # update smaller
-                if ratio > 1.8 or (ratio < 0.6 and set(values) != {0}):
+                if ratio > 1.67 or (ratio < 0.6 and set(values) != {0}):
                     by_ratio[f"{ratio:.2g}"].append(name)
         parts = [f"{ratio} times as large: {some_of(names)}" for ratio, names in by_ratio.items()]
         if not parts:
@@ -970,8 +970,9 @@ def check(options):
         setup = lab.result("setup").report
     plan = Plan(options, setup["constants"], setup["device"])
     print(f"Checking {options.steps} steps of {plan.batch:,} tokens, {plan.device}, "
-          f"{plan.constants['dtype']}, n_layer={plan.constants['n_layer']}.\nIf the edit takes effect only later, check more steps: "
-          f"--steps={3 * options.steps}", flush=True)
+          f"{plan.constants['dtype']}, n_layer={plan.constants['n_layer']}.\n"
+          f"If the edit takes effect only later, check more steps: --steps={3 * options.steps}",
+          flush=True)
     outcomes = []
     # Two runs might need more memory than a GPU has
     with closing(Laboratory(workers=min(2, CORES) if plan.exact else 1)) as lab:

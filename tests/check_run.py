@@ -561,7 +561,7 @@ def watch_learning_rates(t, run):
 def watch_overwritten_rates(t):
     """Return a set, to which training adds the names of optimizers with a change without effect.
 
-    This is a change of lr between two steps, if step_optimizers() then sets the scheduled lr.
+    This is a change of lr before a step, if step_optimizers() then sets the scheduled lr.
     """
     names, original = set(), getattr(t, "step_optimizers", None)
     set_by_step = {}  # {id of a group: (the group, the lr that the latest step has set)}
@@ -571,7 +571,8 @@ def watch_overwritten_rates(t):
         found = []
         for optimizer in state.optimizers:
             for group in optimizer.param_groups:
-                _, lr = set_by_step.get(id(group), (group, group["lr"]))
+                unchanged = group["peak_lr"] if state.step == 0 else group["lr"]
+                _, lr = set_by_step.get(id(group), (group, unchanged))
                 if group["lr"] != lr:
                     scheduled = group["peak_lr"] * t.get_lr(state.step, cfg) / cfg.max_lr
                     found.append((type(optimizer).__name__, group, scheduled))
@@ -944,9 +945,9 @@ def notes_about_overwritten_rates(names):
     """
     if not names:
         return []
-    return [f"the learning rates of {', '.join(sorted(names))} are changed between two steps, but "
-            "then step_optimizers() sets them from get_lr(), so the change has no effect. Change "
-            "them in step_optimizers(), after it has set them, or edit get_lr()."]
+    return [f"the learning rates of {', '.join(sorted(names))} are changed before a step, but then "
+            "step_optimizers() sets them from peak_lr and get_lr(), so the change has no effect. "
+            "Change them in step_optimizers(), after it has set them, or edit peak_lr or get_lr()."]
 
 def notes_about_shared_parameters(model):
     """Return a note on parameters that have several names, except the tied embedding."""

@@ -186,6 +186,9 @@ def test_edited_code_continues_a_run_with_a_warning(folder, finished):
     with pytest.raises(t.UserError, match="edited afterwards.*--log_dir"):
         t.check_code_of_finished_run(saved | {"code": 7}, t.Config(**saved["constants"]))
     copy = shutil.copytree(finished, folder / "edited")
+    run = Forked(copy, arrange={other_code: 0})
+    assert run.wait() == 1
+    one_line(run.err, "is finished, and train_gpt2.py was edited afterwards")
     run = succeed(Forked(copy, max_steps=32, arrange={other_code: 0}))
     said = "train_gpt2.py was edited: from step 30 on, this run uses different code."
     assert run.out.count(f"!!! {said}") == 2  # at the start, and beside the result
@@ -311,10 +314,9 @@ def test_a_group_may_hold_dtypes_lists_and_tensors(tmp_path):
     """A checkpoint can store them. Tensors are moved to the device of the parameters."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1, device="meta"))], lr=0.1)
     group, = optimizer.param_groups
-    group["compute"], group["seen"], group["buffer"] = torch.float32, [], torch.zeros(2)
+    group["compute"], group["seen"], group["buffer"] = torch.bfloat16, [], torch.zeros(2)
     t.store_initial_hyperparameters([optimizer])
     group["seen"].append(3)
-    group["compute"] = torch.bfloat16
     torch.save(t.saved_form_of(optimizer), tmp_path / "saved.pt")
     content = load(tmp_path / "saved.pt")
     assert t.unsavable_part(content) is None
@@ -338,7 +340,7 @@ def muon_state(saved=None, **in_group):
     return state
 
 def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
-    """Those values of a group that training has changed are the saved ones, also after an edit.
+    """All other values of a group, for example those that training changed, are the saved ones.
 
     The oldest checkpoints do not show what was edited, so all of their numbers are restored. Those
     of 26 November contain only what training changed. All else has the values in the code.
@@ -350,7 +352,7 @@ def test_an_edited_number_of_a_group_takes_effect_when_a_run_continues():
     # As done by an optimizer that counts its steps
     state.optimizers[1].param_groups[0].update(k=7, pair=(3, 4))
     for _ in range(2):  # a second restart is like the first
-        state = muon_state(file(state), k=1, pair=(1, 2), momentum=0.8)
+        state = muon_state(file(state), k=0, pair=(1, 2), momentum=0.8)
         group = state.optimizers[1].param_groups[0]
         assert (group["momentum"], group["k"], group["weight_decay"]) == (0.8, 7, 0.1)
         assert group["pair"] == (3, 4)
@@ -382,7 +384,7 @@ def test_optimizers_with_an_empty_group_are_restored():
         assert optimizer.param_groups[1]["k"] == (torch.ones(1), 3)
 
 def test_an_optimizer_in_an_attribute_of_its_own_is_restored():
-    """It need not be in State.optimizers. Current values and initial ones are different objects."""
+    """It need not be in State.optimizers. Edited values and initial ones are different objects."""
     def sgd(seen):
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
         optimizer.param_groups[0]["seen"] = seen
@@ -390,13 +392,13 @@ def test_an_optimizer_in_an_attribute_of_its_own_is_restored():
     saved = t.saved_form_of(sgd([1]))
     t.load_object([optimizer := sgd([])], [saved])
     assert optimizer.param_groups[0]["seen"] == [1]
-    for _ in range(3):
-        optimizer = sgd([1])
+    for seen in ([1], [2], [2]):  # the second one is edited
+        optimizer = sgd(seen)
         t.store_initial_hyperparameters([optimizer])
         t.load_optimizer(optimizer, saved)
         optimizer.param_groups[0]["seen"].append(9)
         saved = copy.deepcopy(t.saved_form_of(optimizer))
-    assert optimizer.param_groups[0]["seen"] == [1, 9, 9, 9]
+    assert optimizer.param_groups[0]["seen"] == [2, 9, 9]
 
 class Mode(str, enum.Enum):
     FAST = "fast"
@@ -435,11 +437,11 @@ def test_hyperparameters_that_state_sets_are_initial_ones(monkeypatch):
     @dataclasses.dataclass
     class Mine(t.State):
         def __post_init__(self):
-            self.optimizers[0].param_groups[0]["lr"] = 3.0
+            self.optimizers[0].param_groups[0].update(eps=3.0, peak_lr=3.0)
             self.optimizers.append(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=2.0))
     monkeypatch.setattr(t, "State", Mine)
     state = t.build_state(small(), t.Config(), torch.float32)
-    assert state.optimizers[0].param_groups[0]["initial"]["lr"] == 3.0
+    assert state.optimizers[0].param_groups[0]["initial"]["eps"] == 3.0
     assert state.optimizers[-1].param_groups[0]["initial"]["lr"] == 2.0
     assert [optimizer.param_groups[0]["peak_lr"] for optimizer in state.optimizers] == [3.0, 2.0]
 

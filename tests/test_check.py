@@ -1839,15 +1839,18 @@ def test_learning_rates_that_only_one_optimizer_has_are_noted():
     note, = check_run.notes_about_learning_rates(state)
     assert note.startswith("in the blocks, AdamW has 2 learning rates, but Muon, which trains 8 of")
 
-@pytest.mark.parametrize("before, replaced", [(True, {"SGD"}), (False, set())])
-def test_learning_rates_that_the_next_step_replaces_are_noted(monkeypatch, before, replaced):
-    """An edit may change a learning rate before or after step_optimizers() sets it."""
+@pytest.mark.parametrize("steps, replaced", [([0], {"SGD"}), ([1, 2], {"SGD"}), ([], set())])
+def test_learning_rates_that_the_next_step_replaces_are_noted(monkeypatch, steps, replaced):
+    """An edit may change a learning rate before or after step_optimizers() sets it.
+
+    steps: those before which it is changed, or [] if it is changed after each step.
+    """
     original = train_gpt2.step_optimizers
 
     def edited(state, cfg, norm):
         original(state, cfg, norm)
         state.optimizers[0].param_groups[0]["lr"] *= 0.5
-    monkeypatch.setattr(train_gpt2, "step_optimizers", original if before else edited)
+    monkeypatch.setattr(train_gpt2, "step_optimizers", original if steps else edited)
     cfg = train_gpt2.Config()
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=cfg.max_lr)
@@ -1855,7 +1858,7 @@ def test_learning_rates_that_the_next_step_replaces_are_noted(monkeypatch, befor
     train_gpt2.store_initial_hyperparameters([optimizer])
     names = check_run.watch_overwritten_rates(train_gpt2)
     for state.step in range(3):
-        if before and state.step:
+        if state.step in steps:
             optimizer.param_groups[0]["lr"] *= 0.5
         train_gpt2.step_optimizers(state, cfg, torch.ones(()))
     assert names == replaced

@@ -315,6 +315,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(halfway, reference, tmp_pat
         file.write("13 train 9.9\n14 train 9.9\n15 tra")
     run = succeed(Forked(folder))
     assert f"{newest} cannot be read" in run.out and ", from step 10 on" in run.out
+    assert not newest.exists() and [*folder.glob("checkpoint_00013.pt_before_*")]
     assert_same_run(folder, reference)
     torch.load(io.BytesIO(bomb.getvalue()), weights_only=False)
     assert marker.exists()  # without weights_only=True, the code is run
