@@ -536,16 +536,16 @@ def manifest_settings(cfg, files, shards):
     """Return the settings, {name: value}, that belong in a manifest of these Shards.
 
     They are everything that determines the content of the shards: shard_size, the encoding, and the
-    name and size of each file up to the one in which the last shard ends. If the last shard ends at
-    the end of the corpus, a file that is added later is also included, because the shard would be
-    longer with it.
+    name and size of each file up to the one in which the last shard ends.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # At the end of the corpus, file_number is the number of files (see cut_shards). This is also
-    # the number that an added file has.
+    # At the end of the corpus, last_number is the number of files (see cut_shards), so all files are
+    # listed. If this function is called again after a file was added, the added file has this
+    # number, and is listed, too. Then the settings differ from those in the manifest, as they
+    # should, because the last shard would be longer.
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files):
         if number <= last_number:

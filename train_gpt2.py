@@ -149,8 +149,8 @@ FINETUNE = dict(
 # For edits: after draw_later(), a layer may set some elements of its weight itself, for example to
 # 0, and they keep their values. To make this possible, draw_later() sets all elements to
 # PLACEHOLDER, and init_weights() draws only those that are still equal to it. (Do not copy or
-# multiply a weight before it is drawn. A new parameter that is a copy or a multiple of it would not
-# be drawn, and would keep large values. check_parameters() in part two reports such a parameter)
+# multiply a weight before it is drawn. A copy has no init_std, and a multiple is not equal to
+# PLACEHOLDER, so init_weights() would not draw them. check_parameters() in part two reports this)
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -594,14 +594,14 @@ class State:
 
     Everything that later steps depend on, apart from constants and data, must be an attribute of
     this class. Add your own attributes here (for example a running mean or averaged weights). An
-    attribute may be a number, a string, a tensor, a list or dict of these, an object with
-    state_dict(), or a list of such objects. An attribute of any other type causes an error before
-    the first step.
+    attribute may be a plain value (a number, a string, a tensor, or a list or dict of these), an
+    object with state_dict(), or a list of such objects. An attribute of any other type causes an
+    error before the first step.
 
-    A resumed run first builds a new State. Then it replaces numbers, strings and tensors by those
-    of the checkpoint, and it calls load_state_dict() of objects such as raw_model. So an object
-    with state_dict() must be a field of this class, or be created in __post_init__(). Numbers,
-    strings and tensors may also be created later, in train_step().
+    A resumed run first builds a new State. Then it replaces plain values by those of the
+    checkpoint, and it calls load_state_dict() of objects such as raw_model. So an object must be a
+    field of this class, or be created in __post_init__(). Plain values may also be created later,
+    in train_step().
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When a new run calls it, raw_model has its initial weights,
@@ -1776,9 +1776,9 @@ def moved(content, device):
 def store_initial_hyperparameters(optimizers):
     """Store all hyperparameters of each optimizer group in "initial".
 
-    For edits: a group that was not built by configure_optimizers() may lack peak_lr. Then this is
-    its lr. If training adds an optimizer or a group, call this function again. It does not change
-    groups that have these entries.
+    For edits: if training adds an optimizer or a group, call this function again. It does not
+    change groups that have "initial". If a group was not built by configure_optimizers(), this
+    function also sets its peak_lr.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -1947,7 +1947,7 @@ class RunFolder:
             return
         remove_unfinished(self.path)  # files that a killed run was writing
         for other_step, path in find_checkpoints(self.path).items():
-            if other_step > step:  # it is damaged, so the run continues from an earlier one
+            if other_step > step:  # read_newest_checkpoint() has found that it is damaged
                 self.set_aside(path.name)
         if not continues:  # there may be a log, if an earlier run ended before its first save
             self.set_aside("log.txt")
