@@ -133,15 +133,15 @@ def hugging_face_tokenizer(encoding, context):
     special_tokens |= {f"<|unused{i}|>": i for i in range(encoding.n_vocab) if i not in used}
     vocabulary |= special_tokens
     backend = Tokenizer(models.BPE(vocabulary, merges))
-    bytes_to_letters = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     if not merges:  # the bytes encoding has no merges, so a text need not be split before merging
-        backend.pre_tokenizer = bytes_to_letters
+        backend.pre_tokenizer = byte_level
     else:
         # In tiktoken's patterns, the + in {1,3}+ makes the quantifier possessive. `tokenizers`
         # would read this + as a repetition. Removing it does not change what the pattern matches.
         pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", parts["pat_str"])
         pieces = pre_tokenizers.Split(Regex(pattern), "isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, bytes_to_letters])
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, byte_level])
     backend.decoder = decoders.ByteLevel()
     in_order = sorted(special_tokens, key=special_tokens.get)
     backend.add_special_tokens([AddedToken(token, normalized=False) for token in in_order])
@@ -542,10 +542,10 @@ def manifest_settings(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # At the end of the corpus, last_number is the number of files (see cut_shards), so all files are
-    # listed. If this function is called again after a file was added, the added file has this
-    # number, and is listed, too. Then the settings differ from those in the manifest, as they
-    # should, because the last shard would be longer.
+    # At the end of the corpus, last_number is the number of files (see cut_shards). So all files are
+    # listed. If a file is added later, it has this number. Then find_finished(), which calls this
+    # function again, gets one more setting than the manifest has, and reports the added file. (With
+    # it, the last shard would be longer.)
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files):
         if number <= last_number:

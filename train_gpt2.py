@@ -143,7 +143,7 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() only stores the std of a layer's weight as init_std. When GPT.__init__ has built all
+# draw_later() stores the std of a layer's weight as init_std. When GPT.__init__ has built all
 # layers, init_weights() draws the weights.
 #
 # For edits: after draw_later(), a layer may set some elements of its weight itself, for example to
@@ -615,7 +615,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time, without the first step after a start or restart
+    minutes: float = 0.0          # training time, without first steps, which include compilation
     tokens: int = 0               # number of tokens that the model has been trained on
 
     @property
@@ -1813,15 +1813,15 @@ def resumed_group(group, saved_group):
     Tensors, which may be large, are not compared. They always have the saved values.
     """
     resumed = group | saved_group  # entries that the checkpoint lacks are those of the code
-    # Some checkpoints of November 2026 lack "initial". For edits: so do optimizers that are not in
-    # State.optimizers
+    # Some checkpoints of November 2026 lack "initial". For edits: it is also missing in the groups
+    # of an optimizer that is not in State.optimizers
     initial_then, initial_now = saved_group.get("initial", {}), group.get("initial", {})
     for name in initial_then.keys() & initial_now.keys():
         then, now = initial_then[name], initial_now[name]
         if not has_tensors((then, now)) and now != then:
             resumed[name] = group[name]  # it was edited
     if "initial" in group:
-        resumed["initial"] = initial_now
+        resumed["initial"] = initial_now  # for the next time that the run is resumed
     return resumed
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
@@ -2603,7 +2603,7 @@ def converted_to_todays_format(checkpoint):
         checkpoint = convert_entries(checkpoint)
     if "state" not in checkpoint:  # written on or before 24 November 2026
         checkpoint = move_into_state(checkpoint)
-    # Groups written on or before 25 November 2026 are changed. Newer ones stay as they are
+    # This changes optimizer groups that were written on or before 25 November 2026
     rename_to_initial(checkpoint["state"].get("optimizers", []))
     # Until 27 November 2026, GPTConfig also contained the number of rows of the embedding, which is
     # padded(n_vocab)
