@@ -542,8 +542,8 @@ def manifest_settings(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # At the end of the corpus, last_number is the number of files (see cut_shards). So all files are
-    # listed. If a file is added later, it has this number. Then find_finished(), which calls this
+    # At the end of the corpus, last_number is the number of files (see cut_shards), and all files
+    # are listed. If a file is added later, it has this number. Then find_finished(), which calls this
     # function again, gets one more setting than the manifest has, and reports the added file. (With
     # it, the last shard would be longer.)
     last_number = shards[-1].end.file_number
