@@ -543,9 +543,9 @@ def manifest_settings(cfg, files, shards):
     if not shards:
         return settings
     # At the end of the corpus, last_number is the number of files (see cut_shards), and all files
-    # are listed. If a file is added later, it has this number. Then find_finished(), which calls this
-    # function again, gets one more setting than the manifest has, and reports the added file. (With
-    # it, the last shard would be longer.)
+    # are listed. If a file is added later, it has this number. Then find_finished(), which calls
+    # this function again, gets one more setting than the manifest has, and reports the added file.
+    # (With it, the last shard would be longer.)
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files):
         if number <= last_number:
