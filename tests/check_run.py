@@ -126,6 +126,8 @@ def train_and_report(t, train, run, job):
     if watched:
         report["trained"] = {name: crc_of(p) for name, p in run.state.raw_model.named_parameters()}
         report["first_update"] = watched.first_update
+        report["muon"] = [name for name, p in run.state.raw_model.named_parameters()
+                          if id(p) in parameters_of(run.state.optimizers, "Muon")]
         report["notes"] = watched.notes(t, run, report, rows)
         with torch.no_grad(), run.autocast():
             found = examine(run, tolerance=job["examine"])
@@ -337,6 +339,7 @@ class Watched:
             *noted(notes_about_attributes, model, report["changed"]),
             *noted(notes_about_decay, state),
             *noted(notes_about_gains, state, report["initial"]),
+            *noted(notes_about_tables, state),
             *noted(notes_about_learning_rates, state),
             *noted(notes_about_depth, t, run),
             *noted(notes_about_groups, state.optimizers),
@@ -1048,6 +1051,22 @@ def notes_about_gains(state, initial):
                     "gain. configure_optimizers() treats all parameters with two dimensions as "
                     "matrices. Give a gain one dimension, or treat it there like those of norms."]
     return []
+
+def parameters_of(optimizers, class_name):
+    """Return the ids of the parameters that optimizers of a class update."""
+    return {id(p) for optimizer in optimizers if type(optimizer).__name__ == class_name
+            for group in optimizer.param_groups for p in group["params"]}
+
+def notes_about_tables(state):
+    """Return a note if Muon updates an embedding."""
+    by_muon = parameters_of(state.optimizers, "Muon")
+    names = [f"{name}.weight" for name, module in state.raw_model.named_modules()
+             if isinstance(module, torch.nn.Embedding) and id(module.weight) in by_muon]
+    if not names:
+        return []
+    return [f"Muon updates {names[0]}, which is an nn.Embedding, because it is in a block and has "
+            "two dimensions. Its gradient is 0 in the rows of tokens that do not occur, and Muon "
+            "would mix the rows. Usually, AdamW updates embeddings: see configure_optimizers()."]
 
 def notes_about_learning_rates(state):
     """Return a note if only some optimizers give the blocks several learning rates."""

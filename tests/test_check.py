@@ -304,7 +304,7 @@ def finished(log, path, tensors, **report):
         "later_in_training": None, "cross_entropy": 4.0, "drawn": [1], "tokens": 512,
         "draws_without_grad": False, "seeds": False, "embedded": 512, "state_differs": [],
         "in_both": BOTH, "val_data": [[16], [1]],
-        "initial": {"w": [[2], 7, [1.0, 2.0], 1]}, "first_update": {"w": 1.0},
+        "initial": {"w": [[2], 7, [1.0, 2.0], 1]}, "first_update": {"w": 1.0}, "muon": [],
         "attributes": ["step"], "selections": [],
         "trained": {"w": zlib.crc32(str(log).encode())},
         "B_is_free": True, "eval_every_is_free": True, "constants": {"B": 4}} | report)
@@ -666,18 +666,18 @@ def test_first_updates_of_another_size_are_noted(tmp_path):
             optimizer.step()
     assert sizes == {"weight": pytest.approx(2, rel=1e-3)}
 
-    def notes(mine):
+    def notes(mine, muon=()):
         initial = {name: [[2], 7, [1.0, 2.0], 1] for name in "wxyz"}
-        runs = {"base": ({}, dict(first_update=mine, initial=initial)), "committed": (
+        runs = {"base": ({}, dict(first_update=mine, initial=initial, muon=muon)), "committed": (
             {}, dict(first_update={"w": 1.0, "x": 1.0, "y": 0.2}, initial=initial))}
         return stub_check(tmp_path, "", **runs).notes_about_first_update()
     assert notes({"w": 1.5, "x": 0.7, "z": 5.0}) == []
     note, = notes({"w": 0.44, "x": 0.4402, "y": 2.0})
     assert "0.44 times as large: w and 1 more; 10 times as large: y. The upd" in note
-    # Muon's first update is smaller for weights that are 0, because of the rank of the gradient
-    runs = {name: ({}, dict(first_update={"w": size}, initial={"w": [[2], 7, [0.0], 1]}))
-            for name, size in (("base", 0.5), ("committed", 1.0))}
-    assert stub_check(tmp_path, "", **runs).notes_about_first_update() == []
+    # A gradient with a low rank makes Muon's update of some matrices smaller
+    assert notes({"w": 0.44, "x": 1.0}, muon=["w", "x"]) == []
+    assert len(notes({"w": 0.44, "x": 0.44}, muon=["w", "x"])) == 1
+    assert len(notes({"w": 1.8, "x": 1.0}, muon=["w", "x"])) == 1
 
 def test_learning_rates_of_a_deeper_model_are_checked(monkeypatch):
     """If h.1 is looked for in the names of parameters, h.10 and h.11 are found, too."""
@@ -892,6 +892,20 @@ def test_gains_that_are_treated_as_matrices_are_noted(value, decay, muon, words)
     notes = check_run.notes_about_gains(state, {"weight": ([3, 2], 1, [value])})
     assert len(notes) == bool(words) and all(words in note for note in notes)
     assert check_run.notes_about_gains(state, {"weight": ([3, 2], 1, [1.0, 2.0])}) == []
+
+def test_embeddings_that_muon_updates_are_noted():
+    """Embeddings in blocks have two dimensions, like matrices."""
+    config = train_gpt2.GPTConfig(block_size=16, n_vocab=9, n_layer=2, n_head=2, n_embd=16)
+    model = train_gpt2.GPT(config)
+
+    def notes():
+        optimizers = train_gpt2.configure_optimizers(model, train_gpt2.Config(optimizer="muon"))
+        return check_run.notes_about_tables(
+            types.SimpleNamespace(raw_model=model, optimizers=optimizers))
+    assert notes() == []
+    model.transformer.h[1].table = torch.nn.Embedding(9, 16)
+    note, = notes()
+    assert note.startswith("Muon updates transformer.h.1.table.weight, which is an nn.Embedding")
 
 class Model(torch.nn.Module):
     """Logits follow from the last token. generate() may add `skew` to them."""
