@@ -58,8 +58,10 @@ PROMISES = {
         "a parameter or buffer. Make it an attribute of State or a buffer (register_buffer), so "
         "that a checkpoint holds it. Gradients that are kept for a later step (p.grad) are not "
         "saved either. If it is in State, perhaps it shares its memory with a weight, which it no "
-        "longer does after a restart. Another reason is a random number that is drawn before "
-        "torch.manual_seed() in train_step(), for example in read_step()."),
+        "longer does after a restart. If it is in the state of an optimizer, perhaps its dtype is "
+        "not that of the parameter, to which PyTorch converts it when it is loaded. Another reason "
+        "is a random number that is drawn before torch.manual_seed() in train_step(), for example "
+        "in read_step()."),
     "B": ("B changes speed only",
         "The usual reason is a term or a statistic over the rows of a micro-batch (also in "
         "validation, where the last one may be smaller), a random number that is drawn or seeded "
@@ -77,10 +79,10 @@ PROMISES = {
     "saved": ("what is saved is what was validated",
         "Validation depends on a value that is not saved, so the saved weights alone are a "
         "different model. Keep this value in a buffer, for example register_buffer(\"window\", "
-        "torch.tensor(8)), without persistent=False. The weights were loaded with a different "
-        "--seed, so a value that is drawn from the seed is also different. Another reason is an "
-        "edit of train() that changes weights between the save and the validation of a step, or "
-        "that validates other rows at each step."),
+        "torch.tensor(8)), without persistent=False, and change it with fill_(). The weights were "
+        "loaded with a different --seed, so a value that is drawn from the seed is also different. "
+        "Another reason is an edit of train() that changes weights between the save and the "
+        "validation of a step, or that validates other rows at each step."),
     "samples": ("samples follow the model",
         "generate() does not choose the most likely token of model(idx). If it computes logits in "
         "another way, let it call self(idx). If the edit is meant to change sampling (for example "

@@ -1736,12 +1736,13 @@ def notes_about_derivatives(model, x, y):
     if not wrong:
         return []
     name = max(wrong, key=lambda name: abs(wrong[name] - 1))
-    where = f"{name} (one of {len(wrong)}, of {len(factors)})" if one_by_one else "the model"
-    return [f"the gradient is not the derivative of the training loss: if {where} moves along its "
-            f"gradient, the loss changes {wrong[name]:.3g} times as fast as the gradient says. "
-            "Usual reasons are detach(), .data, no_grad() or item() in forward(), and a wrong "
-            "backward(). If this is meant (for example a straight-through estimator or a stopped "
-            "gradient), it is as it should be."]
+    others = f" This concerns {len(wrong)} of {len(factors)} parameters." if one_by_one else ""
+    return ["the gradient is not the derivative of the training loss: if "
+            f"{name if one_by_one else 'the model'} moves along its gradient, the loss changes "
+            f"{wrong[name]:.3g} times as fast as the gradient says.{others} Usual reasons are "
+            "detach(), .data, no_grad() or item() in forward(), and a wrong backward(). If this is "
+            "meant (for example a straight-through estimator or a stopped gradient), it is as it "
+            "should be."]
 
 @contextlib.contextmanager
 def float64(device):
