@@ -340,6 +340,7 @@ class Watched:
             *noted(notes_about_decay, state),
             *noted(notes_about_gains, state, report["initial"]),
             *noted(notes_about_tables, state),
+            *noted(notes_about_position_buffers, model),
             *noted(notes_about_learning_rates, state),
             *noted(notes_about_depth, t, run),
             *noted(notes_about_groups, state.optimizers),
@@ -1067,6 +1068,19 @@ def notes_about_tables(state):
     return [f"Muon updates {names[0]}, which is an nn.Embedding, because it is in a block and has "
             "two dimensions. Its gradient is 0 in the rows of tokens that do not occur, and Muon "
             "would mix the rows. Usually, AdamW updates embeddings: see configure_optimizers()."]
+
+def notes_about_position_buffers(model):
+    """Return a note if a buffer with one row per position has nearly the same rows."""
+    for name, buffer in model.named_buffers():
+        if buffer.dim() == 2 and len(buffer) == model.config.block_size and buffer.numel():
+            columns = buffer.detach().float()
+            varies = columns.amax(0) - columns.amin(0) > 0.01 * columns.abs().max()
+            n = int(varies.sum())
+            if 0 < n < 0.1 * len(varies):
+                return [f"the buffer {name} has {len(buffer)} rows, as many as there are positions, "
+                        f"but only {n} of its {len(varies)} columns are different at different "
+                        "positions. If it encodes positions, check its frequencies."]
+    return []
 
 def notes_about_learning_rates(state):
     """Return a note if only some optimizers give the blocks several learning rates."""

@@ -907,6 +907,21 @@ def test_embeddings_that_muon_updates_are_noted():
     note, = notes()
     assert note.startswith("Muon updates transformer.h.1.table.weight, which is an nn.Embedding")
 
+def test_a_buffer_that_hardly_depends_on_the_position_is_noted():
+    """For example, the exponent of sinusoidal positions may lack the division by the width."""
+    model = torch.nn.Module()
+    model.config = types.SimpleNamespace(block_size=64)
+
+    def notes(exponents):
+        angles = torch.arange(64)[:, None] * torch.exp(-exponents * math.log(10000.0))
+        model.register_buffer("positions", torch.cat((angles.sin(), angles.cos()), dim=1))
+        return check_run.notes_about_position_buffers(model)
+    assert notes(torch.arange(0, 128, 2) / 128) == []
+    note, = notes(torch.arange(0, 128, 2))
+    assert "only 2 of its 128 columns are different at different positions" in note
+    model.register_buffer("positions", torch.zeros(64, 128))
+    assert check_run.notes_about_position_buffers(model) == []
+
 class Model(torch.nn.Module):
     """Logits follow from the last token. generate() may add `skew` to them."""
     def __init__(self, skew=0.0):
