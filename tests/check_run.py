@@ -1077,8 +1077,8 @@ def notes_about_position_buffers(model):
             varies = columns.amax(0) - columns.amin(0) > 0.01 * columns.abs().max()
             n = int(varies.sum())
             if 0 < n < 0.1 * len(varies):
-                return [f"the buffer {name} has {len(buffer)} rows, as many as there are positions, "
-                        f"but only {n} of its {len(varies)} columns are different at different "
+                return [f"the buffer {name} has one row for each of {len(buffer)} positions, but "
+                        f"only {n} of its {len(varies)} columns are different at different "
                         "positions. If it encodes positions, check its frequencies."]
     return []
 
