@@ -845,8 +845,9 @@ class Check:
         return ["the first updates of some parameters, divided by the learning rate, have a "
                 f"different size than without the edit. {'; '.join(parts[:4])}. The updates of "
                 "AdamW and Muon do not depend on the size of the gradient. So look for the reason "
-                "in the learning rates, in the optimizer, in the way the parameter is used, or in "
-                "gradients that are 0 for most elements."]
+                "in the learning rates, in the optimizer, in the way the parameter is used, in "
+                "gradients that are 0 for most elements, or in rounding if the weights have 16 "
+                "bits."]
 
     def notes_about_warnings(self):
         """Return the warnings that only the edited version prints."""
