@@ -86,6 +86,14 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
 
+def test_a_preset_may_choose_the_data(tmp_path, monkeypatch):
+    """A flag replaces it, as it does for other constants."""
+    given = {"log_dir": str(tmp_path / "log")}
+    mine, other = str(write_text(tmp_path)), str(t.__file__)
+    monkeypatch.setitem(t.SMALL, "data", mine)
+    assert t.resolve_config(given)[0].data == mine
+    assert t.resolve_config(given | {"data": other})[0].data == other
+
 def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monkeypatch):
     """Given weights are trained on a text with FINETUNE, since SMALL would destroy them.
 
