@@ -1066,8 +1066,9 @@ def notes_about_tables(state):
     if not names:
         return []
     return [f"Muon updates {names[0]}, which is an nn.Embedding, because it is in a block and has "
-            "two dimensions. Its gradient is 0 in the rows of tokens that do not occur, and Muon "
-            "would mix the rows. Usually, AdamW updates embeddings: see configure_optimizers()."]
+            "two dimensions. Muon treats it as one matrix, but the rows of an embedding are "
+            "independent of each other. Usually, AdamW updates embeddings: see "
+            "configure_optimizers()."]
 
 def notes_about_position_buffers(model):
     """Return a note if a buffer with one row per position has nearly the same rows."""
