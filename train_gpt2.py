@@ -1191,9 +1191,12 @@ def steps_that_fit(cfg, start, device, loaders):
 
 def steps_for_epochs(cfg, rows_per_epoch):
     """Return the number of steps in which the data is read cfg.epochs times."""
+    # For edits: the batch may grow, and its schedule may depend on max_steps. So do not divide, but
+    # try one number of steps after the other
     max_steps = 1
-    while rows_before(cfg, max_steps) < cfg.epochs * rows_per_epoch:
-        max_steps += 1  # a division would be wrong if an edited rows_before() lets the batch grow
+    while (rows_before(replace(cfg, max_steps=max_steps), max_steps)
+           < cfg.epochs * rows_per_epoch):
+        max_steps += 1
     return max_steps
 
 def build_run(cfg, start, device, loaders, folder=None):

@@ -752,6 +752,15 @@ def test_a_growing_batch_needs_only_an_edit_of_rows_before(monkeypatch, tmp_path
     with pytest.raises(t.UserError, match="Step 3 has 0 rows"):
         t.train_step(run)
 
+def test_the_steps_of_epochs_follow_a_batch_that_depends_on_max_steps(monkeypatch):
+    """The batch may double in the second half of the steps, for example."""
+    def rows_before(cfg, step):
+        return step + max(0, step - cfg.max_steps // 2)
+    monkeypatch.setattr(t, "rows_before", rows_before)
+    cfg = t.Config(epochs=2, max_steps=1000)
+    steps = t.steps_for_epochs(cfg, rows_per_epoch=30)
+    assert rows_before(dataclasses.replace(cfg, max_steps=steps), steps) == 60
+
 def masked(arrange, _):
     """Count only the first (n % 5) * 4 targets of row n.
 
