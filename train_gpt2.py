@@ -2483,9 +2483,22 @@ def result_of(run):
         result["tokens_per_second"] = round(tokens / statistics.median_low(run.step_seconds))
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
-    warnings = dict.fromkeys(warning for entry in run.folder.starts
-                             for warning in entry.get("warnings", []))
-    return result | ({"warnings": list(warnings)} if warnings else {})
+    warnings = [warning for entry in run.folder.starts for warning in entry.get("warnings", [])]
+    warnings = list(dict.fromkeys(warnings)) + warnings_about_time(cfg, state)
+    return result | ({"warnings": warnings} if warnings else {})
+
+def warnings_about_time(cfg, state):
+    """Return a warning if a run with `minutes` took over 10% more or less time than that.
+
+    The trial steps of steps_that_fit() are like the first steps of a run. If an edit makes later
+    steps slower, for example because the batch grows, more steps are taken than fit.
+    """
+    if not cfg.minutes or state.step < cfg.max_steps or abs(state.minutes / cfg.minutes - 1) < 0.1:
+        return []
+    change = "slower" if state.minutes > cfg.minutes else "faster"
+    return [f"Training took {state.minutes:.3g} minutes instead of minutes={cfg.minutes:g}, because"
+            f" its steps were {change} than the trial steps. Compare this run with others at equal "
+            "--max_steps, not at equal --minutes."]
 
 def print_result(result):
     """Print a result, one name and value per line, followed by its warnings."""

@@ -366,8 +366,9 @@ def clock(arrange, *seconds):
 def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
     """A run with `minutes` equals a run with the max_steps that the trial steps determined.
 
-    A restart keeps this max_steps, even if steps have become slower. Another value of minutes is
-    refused, but a larger max_steps is allowed. Several processes agree on the number of steps.
+    A restart keeps this max_steps, even if steps have become slower, which is a warning about the
+    result. Another value of minutes is refused, but a larger max_steps is allowed. Several
+    processes agree on the number of steps.
     """
     words = dict(minutes=STEPS * 0.5 / 60, max_steps=7)
     stop = {"signal_at": (signal.SIGTERM, 22)}
@@ -382,8 +383,11 @@ def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
     assert_same_run(run.log_dir, reference)
     times = [value for _, value in t.read_metrics(run.log_dir)["minutes"]]
     assert times[0] == 0 and times == sorted(times) and len(set(times)) == len(times)
-    assert t.read_run_json(run.log_dir)["result"]["minutes"] == times[-1]
-    assert times[-1] == pytest.approx((22 * 0.5 + 6 * 99) / 60, abs=1e-5)
+    result = t.read_run_json(run.log_dir)["result"]
+    assert result["minutes"] == times[-1] == pytest.approx((22 * 0.5 + 6 * 99) / 60, abs=1e-5)
+    [warning] = result["warnings"]
+    assert warning.startswith("Training took 10.1 minutes instead of minutes=0.25, because its "
+                              "steps were slower than the trial steps.")
     other = Forked(run.log_dir, **words | dict(minutes=2))
     assert other.wait() == 1
     one_line(other.err, "was not written with minutes=2", "leave out --minutes")
@@ -392,6 +396,14 @@ def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
     statuses, runs = together(2, place / "minutes 2", arrange={clock: (0.4, 0.6)}, **words)
     assert statuses == [0, 0], [run.err for run in runs]
     assert_close_logs(runs[0].log_dir, reference)
+
+@pytest.mark.parametrize("minutes, step, warned", [
+    (4.6, 100, False), (5.4, 100, False), (4.4, 100, True), (5.6, 100, True), (2.0, 40, False)])
+def test_a_result_has_a_warning_if_training_took_longer_than_minutes(minutes, step, warned):
+    """It took over 10% more or less time. A run that has not finished has no such warning."""
+    state = mock.Mock(minutes=minutes, step=step)
+    assert bool(t.warnings_about_time(t.Config(minutes=5.0, max_steps=100), state)) == warned
+    assert not t.warnings_about_time(t.Config(minutes=0.0, max_steps=100), state)
 
 def other(constant):
     """Return a value of a constant that no run in this file uses."""
