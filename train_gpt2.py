@@ -1281,7 +1281,8 @@ def description(run, checkpoint):
     lines = [f"{name:9} {text}" for name, text in entries.items()]
     if checkpoint and cfg.max_steps > checkpoint["constants"]["max_steps"]:
         lines.append(f"max_steps was {checkpoint['constants']['max_steps']}, is {cfg.max_steps}: "
-                     "the learning rate follows a new schedule.")
+                     "the learning rate, and everything else in the code that depends on "
+                     "max_steps, follows a new schedule.")
     if 0 < cfg.max_steps <= state.step:
         lines.append("This run is finished. It is only validated, sampled and exported again.")
     return "\n".join(lines)

@@ -392,7 +392,7 @@ def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
     assert other.wait() == 1
     one_line(other.err, "was not written with minutes=2", "leave out --minutes")
     longer = succeed(Forked(run.log_dir, max_steps=STEPS + 1))
-    assert f"max_steps was {STEPS}, is {STEPS + 1}: the learning rate follows" in longer.out
+    assert f"max_steps was {STEPS}, is {STEPS + 1}: the learning rate, and everything" in longer.out
     statuses, runs = together(2, place / "minutes 2", arrange={clock: (0.4, 0.6)}, **words)
     assert statuses == [0, 0], [run.err for run in runs]
     assert_close_logs(runs[0].log_dir, reference)
