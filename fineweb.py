@@ -518,8 +518,8 @@ class Place(NamedTuple):
 
     It is `offset` tokens after the start of a batch of rows. For example, Place(2, 300, 1200) means
     that the next shard is made by reading file 2 from row 300 on and leaving out the first 1,200
-    tokens. (The point may be in a later row than row 300. cut_shards() does not know in which one,
-    because it receives the tokens of a whole batch.)
+    tokens. (These tokens may fill several rows. cut_shards() receives the tokens of a whole batch,
+    and does not know where its rows start.)
     """
     file_number: int  # index of the file in reading order; len(files) at the end of the corpus
     first_row: int    # number of the first row of the batch
@@ -542,14 +542,12 @@ def manifest_settings(cfg, files, shards):
     settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return settings
-    # At the end of the corpus, last_number is the number of files (see cut_shards), and all files
-    # are listed. If a file is added later, it has this number. Then find_finished(), which calls
-    # this function again, gets one more setting than the manifest has, and reports the added file.
-    # (With it, the last shard would be longer.)
+    # If the last shard ends where the corpus ends, last_number is len(files), and all files are
+    # listed. If a file is then added to the corpus, it is listed, too. So find_finished() notices
+    # it, which is necessary, because the last shard would be longer with it
     last_number = shards[-1].end.file_number
-    for number, (url, size) in enumerate(files):
-        if number <= last_number:
-            settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    for number, (url, size) in enumerate(files[:last_number + 1]):
+        settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return settings
 
 def read_manifest(path):

@@ -127,10 +127,10 @@ def tokenize(example, encode=gpt2_encode):
     return encode(example["ctx"]), endings
 
 def encode_after_space(text, encode):
-    """Return the token ids of " " + text, as they are if another text precedes the space.
+    """Return the token ids that " " + text has in the middle of a longer text.
 
-    They are the token ids of "a " + text without those of "a". (encode(" " + text) would be wrong
-    for some tokenizers, which add a start token or another space at the beginning of every text.)
+    For some tokenizers, encode(" " + text) would be wrong, because they add a start token or
+    another space at the beginning of every text. So encode "a " + text, and remove the ids of "a".
     """
     n_before_space = len(encode("a"))  # this includes the start token, if there is one
     return encode("a " + text)[n_before_space:]

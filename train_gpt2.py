@@ -134,7 +134,7 @@ SMALL = dict(
 # For fine-tuning pretrained weights (init_from) on a text file. The weights determine the model's
 # shape and the encoding. FINETUNE has no max_lr and no T, since good values depend on the model:
 # max_lr is 0.1 / n_embd, and T is as long as the model allows, up to 1024. If you add max_lr or T
-# here, your value is used instead
+# here, your value is used instead. (With T=1024, a step has only two rows, so B is lowered to 2)
 FINETUNE = dict(
     total_batch_size=2048, B=4, min_lr=0.0, lr_shape="linear", warmup_steps=10, epochs=4.0,
     eval_every=10, val_tokens=131072, hellaswag_every=0, sample_every=50, sample_prompt="\n",
@@ -144,19 +144,21 @@ FINETUNE = dict(
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
 # draw_later() stores the std of a layer's weight as init_std. When GPT.__init__ has built all
-# layers, init_weights() draws the weights.
-#
-# For edits: after draw_later(), a layer may set some elements of its weight itself, for example to
-# 0, and they keep their values. To make this possible, draw_later() sets all elements to
-# PLACEHOLDER, and init_weights() draws only those that are still equal to it. (Do not copy or
-# multiply a weight before it is drawn. A copy has no init_std, and a multiple is not equal to
-# PLACEHOLDER, so init_weights() would not draw them. check_parameters() in part two reports this)
+# layers, init_weights() draws the weights
+
+# The value of each element of a weight that is not drawn yet. For edits: after draw_later(), a
+# layer may set some elements itself, for example to 0. They keep their values, because
+# init_weights() draws only the elements that are still equal to PLACEHOLDER
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
+
+    For edits: do not copy or multiply the weight before it is drawn. A copy has no init_std, and a
+    multiple is not equal to PLACEHOLDER, so they would not be drawn. check_parameters() in part two
+    reports this.
     """
     layer.weight.init_std = std
     nn.init.constant_(layer.weight, PLACEHOLDER)
@@ -309,10 +311,10 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, padded(n_vocab))
+        # For edits: if you change the logits, for example cap them, do it here
         # The padding columns belong to no token. For the loss, mask them, so that their probability
         # is 0. They are only removed after the loss, because removing them here would make a
         # compiled step on an H100 5% slower. (Masking after float() would need 6 GiB more at B=64)
-        # For edits: if you change the logits, for example cap them, do it before the next two lines
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill(padding, -math.inf).float()
         loss = None
@@ -351,8 +353,8 @@ class GPT(nn.Module):
     def from_pretrained(cls, source, **constants):
         """Return a GPT with the weights in `source`.
 
-        source: gpt2 ... gpt2-xl, a Hugging Face folder, a run's folder, a .pt file, or what
-        read_weights() returns for one of these.
+        source: gpt2 ... gpt2-xl, a Hugging Face folder, a run's folder, a .pt file, or a Weights
+        object (read_weights() in part two returns one).
 
         constants: constants of GPTConfig that replace those stored with the weights. The dropout
         with which the weights were trained is not kept: give dropout=0.1, for example.
@@ -502,6 +504,7 @@ def newton_schulz(G):
     # No singular value exceeds the Frobenius norm. So after this line, none exceeds 1
     X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
+        # torch.baddbmm(L, M, N, beta=p, alpha=q) returns p L + q M N
         A = X @ X.mT                                    # (n, rows, rows)
         P = torch.baddbmm(A, A, A, beta=b, alpha=c)     # b A + c A^2
         X = torch.baddbmm(X, P, X, beta=a)              # a X + P X
@@ -561,8 +564,8 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     """Return [AdamW] or, with optimizer="muon", [AdamW, Muon].
 
-    Muon updates the matrices in the blocks, and AdamW all other parameters. The lr of each group is
-    the highest value that its learning rate will have.
+    Muon updates the matrices in the blocks, and AdamW all other parameters. Each parameter group is
+    built with the highest learning rate that it will have during training (see step_optimizers).
 
     raw_model: the GPT, without the DDP wrapper. muon_dtype: the dtype in which Muon orthogonalizes.
     """
@@ -584,7 +587,7 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]  # step_optimizers() will change lr in each step
+            group["peak_lr"] = group["lr"]  # step_optimizers() changes lr, but not peak_lr
     return optimizers
 
 # ---- Training
@@ -594,14 +597,16 @@ class State:
 
     Everything that later steps depend on, apart from constants and data, must be an attribute of
     this class. Add your own attributes here (for example a running mean or averaged weights). An
-    attribute may be a plain value (a number, a string, a tensor, or a list or dict of these), an
-    object with state_dict(), or a list of such objects. An attribute of any other type causes an
-    error before the first step.
+    attribute may be
 
-    A resumed run first builds a new State. Then it replaces plain values by those of the
-    checkpoint, and it calls load_state_dict() of objects such as raw_model. So an object must be a
-    field of this class, or be created in __post_init__(). Plain values may also be created later,
-    in train_step().
+    - a plain value: a number, a string, a tensor, or a list or dict of these. A resumed run sets it
+      to the value in the checkpoint. It need not be a field of this class; train_step() may create
+      it, too.
+    - an object with state_dict() and load_state_dict(), such as raw_model, or a list of such
+      objects. A resumed run builds the object again, and then calls its load_state_dict(). So it
+      must be a field of this class, or be created in __post_init__().
+
+    An attribute of any other type causes an error before the first step.
 
     To change the weights with which a run begins, or to copy them into an attribute, add a method
     __post_init__(self) to this class. When a new run calls it, raw_model has its initial weights,
@@ -615,7 +620,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # training time, without first steps, which include compilation
+    minutes: float = 0.0          # time of all steps but the first after each start (it compiles)
     tokens: int = 0               # number of tokens that the model has been trained on
 
     @property
@@ -837,8 +842,8 @@ def train(run):
 # and train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring
 # and the end of a run
 
-# ---- What a command starts from: the Weights of a trained model, and the checkpoint of a run. A
-# checkpoint is a dict that is stored as a file in log_dir. It has these entries:
+# ---- The checkpoint of a run, and the Weights of a trained model. A checkpoint is a dict that is
+# stored as a file in log_dir. It has these entries:
 #
 #     state         State.state_dict(), from which a run is resumed
 #     eval_model    State.eval_model.state_dict(): the weights for samples, for the export and for
@@ -854,9 +859,9 @@ def train(run):
 class ModelSpec:
     """What is known about a trained model, apart from its weights."""
     source: str                # the file, folder or hub name that the model comes from
-    # The model's GPTConfig, as a dict without dropout, which belongs to the training and not to the
-    # model. For edits: a constant that was added to GPTConfig after the training is also missing
-    gpt_config: dict
+    # {name: value} of the constants in GPTConfig, without dropout, which belongs to the training
+    # and not to the model. For edits: a constant that was added to GPTConfig later is also missing
+    model_constants: dict
     encoding_name: str | None  # None if it is unknown
 
 @dataclass
@@ -865,26 +870,6 @@ class Weights:
     spec: ModelSpec
     tensors: dict              # the state_dict of a GPT
     code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
-
-@dataclass
-class StartingPoint:
-    """What a command starts from (see find_start).
-
-        init_from       command       spec   weights   checkpoint
-        scratch         new run       None   None      None
-        scratch         resumed run   None   None      set
-        anything else   new run       set    set       None
-        anything else   resumed run   set    None      set
-        any             --sample      set    set       None
-
-    With init_from=scratch, Config determines the model's constants, even if there is a checkpoint.
-    So if n_layer, for example, was edited in Config, check_same_training() finds a difference from
-    the checkpoint, and reports it. But --sample without init_from uses the weights in log_dir, and
-    the constants that are stored with them.
-    """
-    spec: ModelSpec | None = None   # determines the model's constants (if None, Config does)
-    weights: Weights | None = None  # to load into the model
-    checkpoint: dict | None = None  # to restore State from
 
 # ---- The start and the end of the program
 def main():
@@ -924,9 +909,8 @@ def run_command(flags):
     with contextlib.closing(run.folder):  # however train() ends, a save in progress is finished
         train(run)
 
-# ---- The constants, and what a command starts from. After resolve_config(), only max_steps can
-# still change: if it depends on `epochs` or `minutes`, set_up() computes it from the data or the
-# speed of trial steps
+# ---- The constants. After resolve_config(), only max_steps can still change: if it depends on
+# `epochs` or `minutes`, set_up() computes it from the data or the speed of trial steps
 PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 
 def resolve_config(flags, device=torch.device("cpu")):
@@ -942,6 +926,10 @@ def resolve_config(flags, device=torch.device("cpu")):
        different value.
 
     Finally, B is lowered if it does not divide a process's share of the batch.
+
+    The ModelSpec is found with the help of constants such as init_from and log_dir, which no
+    ModelSpec changes. So Config is first built without 2 and 5. If there is a ModelSpec, it is then
+    built again.
     """
     if "max_steps" in flags:
         # --max_steps overrides `epochs` and `minutes` in Config and in the presets, but not the
@@ -949,16 +937,15 @@ def resolve_config(flags, device=torch.device("cpu")):
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    preset = {"data": data} | PRESETS.get(preset_name, {})
-    # find_start() needs only constants that no ModelSpec changes, such as init_from and log_dir.
-    # (Values of flags are text, and make_config() converts them)
-    without_spec = make_config(Config, preset | flags)
-    start = find_start(without_spec, device)
-    cfg, spec_line = without_spec, ""
+    # A preset may also contain `data`. (Values of flags are text, and make_config() converts them)
+    chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
+    cfg, spec_line = make_config(Config, chosen), ""
+    start = find_start(cfg, device)
     if start.spec:
-        check_flags_against_spec(flags, without_spec, start.spec)
+        check_flags_against_spec(flags, cfg, start.spec)
         suggested = values_for_fine_tuning(start.spec) if preset_name == "FINETUNE" else {}
-        cfg = make_config(Config, suggested | preset | flags | settings_of_spec(start.spec))
+        without_spec = cfg
+        cfg = make_config(Config, suggested | chosen | settings_of_spec(start.spec))
         spec_line = "\n" + describe_spec(start.spec.source, before=without_spec, after=cfg)
     if not cfg.sample:
         check_config(cfg)
@@ -989,6 +976,30 @@ def choose_preset(data, flags):
         return ""
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
+# ---- What a command starts from
+@dataclass
+class StartingPoint:
+    """What a command starts from. It depends on init_from, and on whether log_dir holds a run.
+
+        init_from       command       spec   weights   checkpoint
+        scratch         new run       None   None      None
+        scratch         resumed run   None   None      set
+        anything else   new run       set    set       None
+        anything else   resumed run   set    None      set
+        any             --sample      set    set       None
+
+    With init_from=scratch, Config determines the model's constants, even if there is a checkpoint.
+    So if n_layer, for example, was edited in Config, check_same_training() finds a difference from
+    the checkpoint, and reports it. Otherwise, the model's constants come from existing weights. A
+    resumed run takes them from its checkpoint, because init_from may not exist any longer.
+
+    --sample without init_from uses the weights in log_dir, and the constants that are stored with
+    them.
+    """
+    spec: ModelSpec | None = None   # determines the model's constants (if None, Config does)
+    weights: Weights | None = None  # to load into the model
+    checkpoint: dict | None = None  # to restore State from
+
 def find_start(cfg, device):
     """Return the StartingPoint of a command. Raise UserError if a file cannot be read."""
     if cfg.init_from == "resume":  # nanoGPT's way to resume a run
@@ -1005,8 +1016,7 @@ def find_start(cfg, device):
         return StartingPoint(spec=weights.spec, weights=weights)
     if cfg.init_from == "scratch":
         return StartingPoint(checkpoint=checkpoint)  # a resumed run
-    # A resumed run that began with existing weights. Its model has the constants of the model in
-    # init_from. The checkpoint contains them too, and init_from may not exist any longer
+    # A resumed run that began with existing weights
     spec = spec_in_checkpoint(checkpoint, cfg.log_dir)
     return StartingPoint(spec=spec, checkpoint=checkpoint)
 
@@ -1032,6 +1042,7 @@ def read_newest_checkpoint(log_dir, device):
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
+# ---- The constants that a ModelSpec determines, and checks of all constants
 def check_flags_against_spec(flags, cfg, spec):
     """Raise UserError if a flag contradicts a ModelSpec. cfg: a Config made with the flags."""
     for name, value in settings_of_spec(spec).items():
@@ -1043,8 +1054,9 @@ def values_for_fine_tuning(spec):
     """Return good values of max_lr and T for fine-tuning a model, as {name: value}."""
     # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this max_lr
     # is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
-    return {"max_lr": 0.1 / spec.gpt_config["n_embd"],
-            "T": min(1024, 2 ** int(math.log2(spec.gpt_config["block_size"])))}
+    block_size = spec.model_constants["block_size"]
+    return {"max_lr": 0.1 / spec.model_constants["n_embd"],
+            "T": min(1024, 2 ** int(math.log2(block_size)))}
 
 def settings_of_spec(spec):
     """Return those constants in Config that a ModelSpec determines, as {name: value}.
@@ -1053,7 +1065,7 @@ def settings_of_spec(spec):
     dropout. T is not among them, since rows may be shorter than the model's block_size.
     """
     names = asdict(Config()).keys()
-    values = {name: value for name, value in spec.gpt_config.items() if name in names}
+    values = {name: value for name, value in spec.model_constants.items() if name in names}
     if spec.encoding_name:
         values["encoding"] = spec.encoding_name
     return values
@@ -1137,7 +1149,7 @@ def set_up(cfg, start, device):
 
 def check_spec_fits(spec, cfg, encoding):
     """Raise UserError if the model of a ModelSpec has the wrong vocabulary or a short context."""
-    n_vocab, block_size = spec.gpt_config["n_vocab"], spec.gpt_config["block_size"]
+    n_vocab, block_size = spec.model_constants["n_vocab"], spec.model_constants["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
                         f"context of {block_size}, but encoding={cfg.encoding} has "
@@ -1235,7 +1247,7 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    store_initial_hyperparameters(state.optimizers)
+    store_initial_hyperparameters(state.optimizers)  # load_optimizer() compares them
     check_can_be_saved(state.state_dict())
     return state
 
@@ -1560,14 +1572,14 @@ def read_weights(name):
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
     # For edits: a constant that you have added to GPTConfig is unknown to transformers
     known = ("block_size", "n_vocab", "n_layer", "n_head", "n_embd")
-    gpt_config = {key: getattr(model.config, key) for key in known}
-    return Weights(ModelSpec(name, gpt_config, encoding_name), model.state_dict())
+    model_constants = {key: getattr(model.config, key) for key in known}
+    return Weights(ModelSpec(name, model_constants, encoding_name), model.state_dict())
 
 def spec_in_checkpoint(checkpoint, source):
     """Return the ModelSpec of the model in a checkpoint. source: its file or folder."""
-    gpt_config = dict(checkpoint["gpt_config"])
-    gpt_config.pop("dropout", None)
-    return ModelSpec(source, gpt_config, checkpoint["encoding"])
+    model_constants = dict(checkpoint["gpt_config"])
+    model_constants.pop("dropout", None)
+    return ModelSpec(source, model_constants, checkpoint["encoding"])
 
 def weights_in_checkpoint(checkpoint, source):
     """Return the Weights of eval_model in a checkpoint. source: its file or folder."""
@@ -1577,16 +1589,17 @@ def weights_in_checkpoint(checkpoint, source):
 def gpt_config_of_run(cfg, spec=None):
     """Return the GPTConfig of the model that a command builds.
 
-    spec: the ModelSpec that determines the constants. If it is None, cfg determines them.
+    Constants that Config has, too, have the values in cfg. The others, block_size and n_vocab, come
+    from spec, the ModelSpec that the command starts from. If there is none, they are cfg.T and the
+    number of tokens in the encoding.
     """
-    # The constants that both classes have: n_layer, n_head, n_embd and dropout
+    # n_layer, n_head, n_embd and dropout. (If there is a spec, resolve_config() has put its values
+    # of the first three into cfg)
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
     if spec is None:
         return GPTConfig(block_size=cfg.T, n_vocab=get_encoding(cfg.encoding).n_vocab, **in_both)
-    # spec.gpt_config never contains dropout, so dropout comes from cfg. For edits: a constant that
-    # did not exist when the weights were trained also comes from cfg
-    return make_gpt_config(in_both | spec.gpt_config, spec.source)
+    return make_gpt_config(spec.model_constants | in_both, spec.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1619,7 +1632,7 @@ def load_pretrained(cls, source, constants):
     """Return a model of class `cls` (GPT) with the weights in `source` (see from_pretrained)."""
     weights = source if isinstance(source, Weights) else read_weights(str(source))
     spec = weights.spec
-    model = cls(make_gpt_config(spec.gpt_config | constants, spec.source))
+    model = cls(make_gpt_config(spec.model_constants | constants, spec.source))
     load_weights(model, weights)
     return model
 
@@ -1786,6 +1799,7 @@ def store_initial_hyperparameters(optimizers):
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
+            # configure_optimizers() has set it, but not in groups that training adds
             group.setdefault("peak_lr", group["lr"])
             if "initial" not in group:
                 group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
@@ -1814,18 +1828,19 @@ def resumed_group(group, saved_group):
     group: the group that the code has built. saved_group: the group in the checkpoint. In its saved
     form, "params" holds numbers instead of parameters.
 
-    Tensors, which may be large, are not compared. They always have the saved values.
+    A value is the saved one, unless it was edited in the code. Tensors, which may be large, are not
+    compared. They always have the saved values.
     """
-    resumed = group | saved_group  # entries that the checkpoint lacks are those of the code
     # Some checkpoints of November 2026 lack "initial". For edits: it is also missing in the groups
     # of an optimizer that is not in State.optimizers
-    initial_then, initial_now = saved_group.get("initial", {}), group.get("initial", {})
-    for name in initial_then.keys() & initial_now.keys():
-        then, now = initial_then[name], initial_now[name]
-        if not has_tensors((then, now)) and now != then:
-            resumed[name] = group[name]  # it was edited
+    then, now = saved_group.get("initial", {}), group.get("initial", {})
+    edited = {name: group[name] for name in then.keys() & now.keys()
+              if not has_tensors((then[name], now[name])) and then[name] != now[name]}
+    # In a | b, values of b take precedence. (The code's entries come first, because the checkpoint
+    # may lack some)
+    resumed = group | saved_group | edited
     if "initial" in group:
-        resumed["initial"] = initial_now  # for the next time that the run is resumed
+        resumed["initial"] = now  # the next restart compares its code with today's
     return resumed
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
@@ -1875,7 +1890,8 @@ def is_of_other_code(checksum):
     """Return whether a checkpoint's code checksum is known and differs from the current one."""
     return checksum not in (None, code_checksum())
 
-# ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another.
+# ---- What may differ from before when a run is resumed. A command cannot continue another run by
+# mistake
 
 # Constants that may be changed freely when a run is resumed. They do not affect training, except
 # that dtype and B affect rounding, and B also affects the dropout masks. (epochs and minutes only
@@ -1915,6 +1931,7 @@ def check_code_of_finished_run(checkpoint, cfg):
         raise UserError(f"The run in {cfg.log_dir}/ is finished, and train_gpt2.py was edited "
                         "afterwards: undo the edit, or choose a different --log_dir.")
 
+# ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another
 def lock_run_folder(log_dir):
     """Reserve log_dir for this run. Return a lock, which is held as long as it is referenced.
 
@@ -1951,7 +1968,8 @@ class RunFolder:
             return
         remove_unfinished(self.path)  # files that a killed run was writing
         for other_step, path in find_checkpoints(self.path).items():
-            if other_step > step:  # read_newest_checkpoint() has found that it is damaged
+            # A run starts from its newest undamaged checkpoint. So newer ones are damaged
+            if other_step > step:
                 self.set_aside(path.name)
         if not continues:  # there may be a log, if an earlier run ended before its first save
             self.set_aside("log.txt")

@@ -450,8 +450,9 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     names = [field for field in dataclasses.fields(t.GPTConfig) if field.name != "dropout"]
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
-    spec = t.ModelSpec("x", {"n_layer": 2}, "bytes")
-    assert t.gpt_config_of_run(t.Config(), spec).n_layer == 2
+    spec = t.ModelSpec("x", {"n_layer": 2, "block_size": 8}, "bytes")
+    gpt_config = t.gpt_config_of_run(t.Config(n_layer=2), spec)
+    assert (gpt_config.n_layer, gpt_config.block_size) == (2, 8)
 
 def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     """A flag that is written differently, but has the same value, does not contradict weights."""
@@ -604,7 +605,7 @@ def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
 def test_weights_with_a_constant_that_the_code_lacks_are_refused(finished):
     """The message names the constant that GPTConfig lacks."""
     weights = t.read_weights(str(finished / LAST))
-    weights.spec.gpt_config["width"] = 5
+    weights.spec.model_constants["width"] = 5
     with pytest.raises(t.UserError, match="was made with the constant width, which GPTConfig in"):
         t.GPT.from_pretrained(weights)
 
