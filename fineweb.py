@@ -516,14 +516,14 @@ def tokenize_all(batches, nprocs, encoding_name):
 class Place(NamedTuple):
     """A point in the corpus, at which a shard ends and the next one starts.
 
-    It is `offset` tokens after the start of a batch of rows. For example, Place(2, 300, 1200) means
-    that the next shard is made by reading file 2 from row 300 on and leaving out the first 1,200
-    tokens. (These tokens may fill several rows. cut_shards() receives the tokens of a whole batch,
-    and does not know where its rows start.)
+    The corpus is read in batches of rows, and cut_shards() receives the tokens of a whole batch. So
+    a place is given by a batch, and by the number of tokens in this batch before the point. For
+    example, Place(2, 300, 1200) means that the next shard is made by reading file 2 from row 300
+    on, where the batch starts, and leaving out the first 1,200 tokens.
     """
     file_number: int  # index of the file in reading order; len(files) at the end of the corpus
-    first_row: int    # number of the first row of the batch
-    offset: int       # number of tokens from the start of the batch to the point
+    batch_start: int  # number of the first row of the batch
+    offset: int       # number of tokens in the batch before the point (they may fill several rows)
 
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
@@ -532,36 +532,36 @@ class Shard(NamedTuple):
     documents: int  # number of documents that start in it
     end: Place
 
-def manifest_settings(cfg, files, shards):
-    """Return the settings, {name: value}, that belong in a manifest of these Shards.
+def inputs_of_shards(cfg, files, shards):
+    """Return everything that determines the content of these Shards, as {name: value}.
 
-    They are everything that determines the content of the shards: shard_size, the encoding, and the
-    name and size of each file up to the one in which the last shard ends.
+    This is shard_size, the encoding, and the name and size of each file up to the one in which the
+    last shard ends. The manifest contains it, so that find_finished() can see whether it is still
+    the same.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
-    settings = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
+    inputs = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
-        return settings
-    # If the last shard ends where the corpus ends, last_number is len(files), and all files are
-    # listed. If a file is then added to the corpus, it is listed, too. So find_finished() notices
-    # it, which is necessary, because the last shard would be longer with it
+        return inputs
+    # If the corpus ends with the last shard, last_number is len(files). A file that is added to the
+    # corpus later then becomes an additional input, since the last shard would be longer with it
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files[:last_number + 1]):
-        settings[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
-    return settings
+        inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    return inputs
 
 def read_manifest(path):
-    """Return the settings and the Shards in a manifest. Raise UserError if it is damaged."""
+    """Return the inputs and the Shards in a manifest. Raise UserError if it is damaged."""
     try:
         content = json.loads(path.read_bytes())
-        settings = dict(content["settings"])
+        inputs = dict(content["settings"])
         shards = []
         for entry in content["shards"]:
-            # In the manifest, the offset is called "used"
+            # Manifests call the offset "used" (they did so before it had this name here)
             end = Place(int(entry["file"]), int(entry["row"]), int(entry["used"]))
             shards.append(Shard(str(entry["name"]), tokens=int(entry["tokens"]),
                                 documents=int(entry["documents"]), end=end))
-        return settings, shards
+        return inputs, shards
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise UserError(f"{path} cannot be read ({type(e).__name__}: {summary_of(e)}): restore it, "
                         f"or delete it together with all shards to make them again.") from None
@@ -571,9 +571,9 @@ def write_manifest(cfg, files, shards):
     entries = []
     for shard in shards:
         entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
-                        "file": shard.end.file_number, "row": shard.end.first_row,
+                        "file": shard.end.file_number, "row": shard.end.batch_start,
                         "used": shard.end.offset})
-    manifest = {"settings": manifest_settings(cfg, files, shards), "shards": entries}
+    manifest = {"settings": inputs_of_shards(cfg, files, shards), "shards": entries}
     content = json.dumps(manifest, indent=1).encode()
     write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
 
@@ -613,13 +613,13 @@ def find_finished(cfg, files):
             raise UserError(f"The shards in {folder}/ have no manifest.json that says how they "
                             f"were made: restore it, or choose a different --local_dir.")
         return []
-    settings_before, shards = read_manifest(manifest)
+    inputs_before, shards = read_manifest(manifest)
     # What the manifest of these shards would contain if they had been made by this command
-    settings_now = manifest_settings(cfg, files, shards)
+    inputs_now = inputs_of_shards(cfg, files, shards)
     changes = []
-    for name in settings_before | settings_now:
-        before = settings_before.get(name, "absent")
-        now = settings_now.get(name, "absent")
+    for name in inputs_before | inputs_now:
+        before = inputs_before.get(name, "absent")
+        now = inputs_now.get(name, "absent")
         if before != now:
             changes.append(f"{name} was {before} and is {now}")
     if changes and has_training_shards:
@@ -640,7 +640,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    to_skip = start.offset  # number of tokens from start.first_row on that belong to earlier shards
+    to_skip = start.offset  # number of tokens in the first batch that belong to earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:
@@ -671,7 +671,7 @@ def add_shards(cfg, files, finished):
     shards = list(finished)
     # If shard files are missing, the old manifest still lists them, so replace it.
     write_manifest(cfg, files, shards)
-    batches = read_batches([url for url, size in files], start.file_number, start.first_row)
+    batches = read_batches([url for url, size in files], start.file_number, start.batch_start)
     results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
     cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,
                      n_files=len(files))

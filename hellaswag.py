@@ -44,7 +44,9 @@ GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them ta
 
 class Prepared(NamedTuple):
     """Q questions as rows of tokens for one model. Row 4 * q + i has ending i of question q."""
-    batches: list           # (row numbers, tokens (R, N), is_ending (R, N)) of each batch of R rows
+    # (row numbers, tokens (R, N), is_ending (R, N)) of each batch of R rows. Rows are sorted by
+    # length, so that those in a batch have similar lengths
+    batches: list
     labels: torch.Tensor    # (Q,) the index of the correct ending
     n_tokens: torch.Tensor  # (Q, 4) the number of tokens in each ending
     n_truncated: int        # the number of questions whose context was truncated to fit

@@ -18,8 +18,9 @@ memory.
 on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
-what long runs need in practice. Code and comments that are marked "For edits:"
-matter only if you change this file.
+what long runs need in practice. Comments with the mark "For edits:" tell you
+what to consider when you change this file. Code with the mark "Only for edits:"
+has no effect as long as you do not change this file.
 """
 import ast
 import contextlib
@@ -145,20 +146,18 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore
 # draw_later() stores the std of a layer's weight as init_std. When GPT.__init__ has built all
 # layers, init_weights() draws the weights
-
-# The value of each element of a weight that is not drawn yet. For edits: after draw_later(), a
-# layer may set some elements itself, for example to 0. They keep their values, because
-# init_weights() draws only the elements that are still equal to PLACEHOLDER
-PLACEHOLDER = 2.0**17
+PLACEHOLDER = 2.0**17  # draw_later() fills weights with this value, until init_weights() draws them
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
 
-    For edits: do not copy or multiply the weight before it is drawn. A copy has no init_std, and a
-    multiple is not equal to PLACEHOLDER, so they would not be drawn. check_parameters() in part two
-    reports this.
+    For edits: the layer may then set some elements of its weight to other values, for example to 0.
+    They keep these values, because init_weights() draws only elements that are still equal to
+    PLACEHOLDER. Therefore do not multiply a weight before it is drawn: it would not be drawn at
+    all. Nor would a copy of the weight, which has no init_std. check_parameters() in part two
+    reports both mistakes.
     """
     layer.weight.init_std = std
     nn.init.constant_(layer.weight, PLACEHOLDER)
@@ -225,8 +224,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        # forward() does not call this module. It only passes the probability self.dropout.p to the
-        # attention. (For edits: code that sets p of all nn.Dropout modules also finds this one)
+        # forward() does not call this module, but only reads its probability, self.dropout.p. (For
+        # edits: because it is a module, code that sets p of all nn.Dropout modules also sets it)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -427,11 +426,10 @@ class DataLoaderLite:
         order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8 = 136
         if self.recut:
-            # In this epoch, each row begins `shift` tokens earlier than usual, where shift < T.
-            # (With the factor 0.618, the shifts of consecutive epochs are very different.) Only the
-            # first row of a shard still begins at token 0. For example, with T = 8 and shift = 3,
-            # rows begin at tokens 0, 5, 13, 21 and so on, so the first two overlap
-            shift = int(0.618 * epoch * self.T) % self.T
+            # In this epoch, all rows but the first one of the shard begin `shift` tokens earlier,
+            # where shift < T. For example, with T = 8 and shift = 3, rows begin at tokens 0, 5, 13,
+            # 21 and so on (so the first two overlap)
+            shift = int(0.618 * epoch * self.T) % self.T  # very different in consecutive epochs
             start = max(0, start - shift)
         return shard, start
 
@@ -458,7 +456,7 @@ class DataLoaderLite:
         if device.type == "cuda":  # a copy from pinned memory does not block the CPU
             tokens = tokens.pin_memory()
         tokens = tokens.to(device, non_blocking=device.type == "cuda")
-        # For edits: these are copies, so that changing x in place does not change y
+        # Only for edits: return copies, so that changing x in place does not change y
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
 # order_of() caches the four orders that locate() needs again and again: the order of the shards and
@@ -486,7 +484,11 @@ def rows_of_step(cfg, step):
 
 # ---- Learning rate and optimizers
 def get_lr(step, cfg):
-    """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr."""
+    """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr.
+
+    If the highest learning rate of some parameters is not max_lr, step_optimizers() scales the
+    curve for them.
+    """
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
     progress = min(1.0, (step - cfg.warmup_steps) / max(1, cfg.max_steps - cfg.warmup_steps))
@@ -596,22 +598,17 @@ class State:
     """The part of a run that a checkpoint saves, and that is restored when the run is resumed.
 
     Everything that later steps depend on, apart from constants and data, must be an attribute of
-    this class. Add your own attributes here (for example a running mean or averaged weights). An
-    attribute may be
+    this class. For edits: add your own attributes here, either as fields, like `tokens` below, or
+    in a method __post_init__(), which may use the weights with which the run begins. For example,
+    this adds an average of the weights:
 
-    - a plain value: a number, a string, a tensor, or a list or dict of these. A resumed run sets it
-      to the value in the checkpoint. It need not be a field of this class; train_step() may create
-      it, too.
-    - an object with state_dict() and load_state_dict(), such as raw_model, or a list of such
-      objects. A resumed run builds the object again, and then calls its load_state_dict(). So it
-      must be a field of this class, or be created in __post_init__().
+        def __post_init__(self):
+            self.average = torch.optim.swa_utils.AveragedModel(self.raw_model)
 
-    An attribute of any other type causes an error before the first step.
-
-    To change the weights with which a run begins, or to copy them into an attribute, add a method
-    __post_init__(self) to this class. When a new run calls it, raw_model has its initial weights,
-    or those of init_from. (A resumed run also calls it, and then replaces weights and attributes by
-    those of the checkpoint.)
+    An attribute may be a number, a string, a tensor, a list or dict of these, an object with
+    state_dict() and load_state_dict(), or a list of such objects. Any other type causes an error
+    before the first step. (A resumed run also calls __post_init__(), and then replaces all weights
+    and attributes by those of the checkpoint.)
 
     raw_model is the GPT without the DDP wrapper. With torch.compile, build_run() compiles it in
     place: it remains the same object, and raw_model(idx) runs the compiled code.
@@ -620,7 +617,8 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    minutes: float = 0.0          # time of all steps but the first after each start (it compiles)
+    # The duration of the steps, without the first step after each start, which may compile
+    minutes_trained: float = 0.0
     tokens: int = 0               # number of tokens that the model has been trained on
 
     @property
@@ -694,7 +692,7 @@ def read_step(run):
     change inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
-    check_B_divides_rows(cfg, step)  # For edits: rows_before() may have been edited
+    check_B_divides_rows(cfg, step)  # Only for edits: rows_before() may have been edited
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
     first_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
@@ -709,7 +707,7 @@ def train_step(run):
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
-    # The number of targets in all processes. For edits: an edited read_step() may mask some of them
+    # The number of targets in all processes. (They are counted, since read_step() may mask some)
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
     loss_of_rank = torch.zeros((), device=run.device)
     ddp_model.train()
@@ -736,8 +734,8 @@ def train_step(run):
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # For edits: this seed matters only if an edit draws random numbers, for example to add noise to
-    # gradients. Because of it, these numbers are the same in all processes
+    # Only for edits: if random numbers are drawn below, for example to add noise to gradients, they
+    # should be the same in all processes
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
     # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
@@ -782,7 +780,8 @@ def train(run):
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (save()
             # does nothing if this step is already saved, nor at step 0 of a run from scratch. It
-            # deletes older checkpoints, but never those at multiples of keep_every)
+            # deletes older checkpoints, but neither those at multiples of keep_every, nor the one
+            # whose validation loss in log.txt is the lowest)
             check_ranks_have_same_weights(run)
             run.folder.save(state)
         if due(cfg.eval_every, run):
@@ -860,7 +859,7 @@ class ModelSpec:
     """What is known about a trained model, apart from its weights."""
     source: str                # the file, folder or hub name that the model comes from
     # {name: value} of the constants in GPTConfig, without dropout, which belongs to the training
-    # and not to the model. For edits: a constant that was added to GPTConfig later is also missing
+    # and not to the model. For edits: if you add a constant to GPTConfig, older weights lack it
     model_constants: dict
     encoding_name: str | None  # None if it is unknown
 
@@ -922,14 +921,10 @@ def resolve_config(flags, device=torch.device("cpu")):
     2. with the preset FINETUNE, a max_lr and a T that suit the model in init_from;
     3. the value in the preset;
     4. the flag;
-    5. the value in the ModelSpec that the command starts from. Raise UserError if a flag has a
-       different value.
+    5. the value that belongs to the weights in init_from, for example their n_layer. Raise
+       UserError if a flag has a different value.
 
     Finally, B is lowered if it does not divide a process's share of the batch.
-
-    The ModelSpec is found with the help of constants such as init_from and log_dir, which no
-    ModelSpec changes. So Config is first built without 2 and 5. If there is a ModelSpec, it is then
-    built again.
     """
     if "max_steps" in flags:
         # --max_steps overrides `epochs` and `minutes` in Config and in the presets, but not the
@@ -938,19 +933,20 @@ def resolve_config(flags, device=torch.device("cpu")):
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
     # A preset may also contain `data`. (Values of flags are text, and make_config() converts them)
-    chosen = {"data": data} | PRESETS.get(preset_name, {}) | flags
-    cfg, spec_line = make_config(Config, chosen), ""
-    start = find_start(cfg, device)
+    given = {"data": data} | PRESETS.get(preset_name, {}) | flags
+    # init_from, log_dir and the like are sufficient to find the start. No weights change them
+    start = find_start(make_config(Config, given), device)
+    suggested, fixed = values_from_weights(start.spec, preset_name)
+    cfg = make_config(Config, suggested | given | fixed)
+    text = note + describe_preset(preset_name, cfg)
     if start.spec:
-        check_flags_against_spec(flags, cfg, start.spec)
-        suggested = values_for_fine_tuning(start.spec) if preset_name == "FINETUNE" else {}
-        without_spec = cfg
-        cfg = make_config(Config, suggested | chosen | settings_of_spec(start.spec))
-        spec_line = "\n" + describe_spec(start.spec.source, before=without_spec, after=cfg)
+        check_flags_against_weights(flags, cfg, start.spec.source)
+        names = (suggested.keys() - given.keys()) | fixed.keys()
+        text += "\n" + describe_values(start.spec.source, cfg, names)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, start, f"{note}{describe_preset(preset_name, cfg)}{spec_line}"
+    return cfg, start, text
 
 def choose_data(flags):
     """Return the training data and a note to print.
@@ -988,15 +984,15 @@ class StartingPoint:
         anything else   resumed run   set    None      set
         any             --sample      set    set       None
 
-    With init_from=scratch, Config determines the model's constants, even if there is a checkpoint.
-    So if n_layer, for example, was edited in Config, check_same_training() finds a difference from
-    the checkpoint, and reports it. Otherwise, the model's constants come from existing weights. A
-    resumed run takes them from its checkpoint, because init_from may not exist any longer.
+    `spec` describes the model in init_from. A resumed run reads it from its checkpoint, because
+    init_from may not exist any longer. (If init_from is scratch, --sample uses the model in
+    log_dir.)
 
-    --sample without init_from uses the weights in log_dir, and the constants that are stored with
-    them.
+    If there is a spec, it determines the model's constants. Otherwise Config does, even in a
+    resumed run. So if n_layer was edited in Config, for example, the model does not fit the
+    checkpoint, and check_same_training() reports the old and the new value.
     """
-    spec: ModelSpec | None = None   # determines the model's constants (if None, Config does)
+    spec: ModelSpec | None = None   # determines the model's constants
     weights: Weights | None = None  # to load into the model
     checkpoint: dict | None = None  # to restore State from
 
@@ -1042,43 +1038,48 @@ def read_newest_checkpoint(log_dir, device):
     # delete a mapped file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
-# ---- The constants that a ModelSpec determines, and checks of all constants
-def check_flags_against_spec(flags, cfg, spec):
-    """Raise UserError if a flag contradicts a ModelSpec. cfg: a Config made with the flags."""
-    for name, value in settings_of_spec(spec).items():
-        if name in flags and getattr(cfg, name) != value:
-            raise UserError(f"{name} is {value} in the weights {spec.source}: leave out "
+# ---- Constants in Config that existing weights determine, and checks of all constants
+def values_from_weights(spec, preset_name):
+    """Return two dicts {name: value} for Config: values that suit the weights, and fixed values.
+
+    The values that suit the weights are good values of max_lr and T for fine-tuning. They are only
+    suggestions. The fixed values are the encoding, if it is known, and all constants that are also
+    in GPTConfig, except dropout. (T is not fixed, since rows may be shorter than block_size.)
+
+    spec: the ModelSpec of the weights. If it is None, both dicts are empty.
+    """
+    if spec is None:
+        return {}, {}
+    suggested, constants = {}, spec.model_constants
+    if preset_name == "FINETUNE":
+        # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
+        # max_lr is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
+        suggested = {"max_lr": 0.1 / constants["n_embd"],
+                     "T": min(1024, 2 ** int(math.log2(constants["block_size"])))}
+    names = asdict(Config()).keys()
+    fixed = {name: value for name, value in constants.items() if name in names}
+    if spec.encoding_name:
+        fixed["encoding"] = spec.encoding_name
+    return suggested, fixed
+
+def check_flags_against_weights(flags, cfg, source):
+    """Raise UserError if a flag has a different value than cfg, because weights have fixed it.
+
+    source: where the weights come from.
+    """
+    with_flags = make_config(Config, flags)
+    for name in flags:
+        if getattr(with_flags, name) != getattr(cfg, name):
+            raise UserError(f"{name} is {getattr(cfg, name)} in the weights {source}: leave out "
                             f"--{name}.")
 
-def values_for_fine_tuning(spec):
-    """Return good values of max_lr and T for fine-tuning a model, as {name: value}."""
-    # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this max_lr
-    # is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
-    block_size = spec.model_constants["block_size"]
-    return {"max_lr": 0.1 / spec.model_constants["n_embd"],
-            "T": min(1024, 2 ** int(math.log2(block_size)))}
+def describe_values(source, cfg, names):
+    """Return a line with the values in cfg of those constants that weights have set.
 
-def settings_of_spec(spec):
-    """Return those constants in Config that a ModelSpec determines, as {name: value}.
-
-    They are the encoding, if it is known, and all constants that are also in GPTConfig, except
-    dropout. T is not among them, since rows may be shorter than the model's block_size.
+    source: where the weights come from.
     """
-    names = asdict(Config()).keys()
-    values = {name: value for name, value in spec.model_constants.items() if name in names}
-    if spec.encoding_name:
-        values["encoding"] = spec.encoding_name
-    return values
-
-def describe_spec(source, before, after):
-    """Return a line about a ModelSpec: its source, and the constants that it changes.
-
-    before, after: the Config without and with these changes.
-    """
-    before, after = asdict(before), asdict(after)
-    changed = [f"{name}={after[name]!r} (not {before[name]!r})" for name in after
-               if after[name] != before[name]]
-    return f"weights   {source} sets {', '.join(changed) or 'no constant'}"
+    values = [f"{name}={value!r}" for name, value in asdict(cfg).items() if name in names]
+    return f"weights   {source} sets {', '.join(values)}"
 
 def describe_preset(preset_name, cfg):
     """Return a description of the preset: its name, the reason for it, and its values in cfg."""
@@ -1203,8 +1204,8 @@ def steps_that_fit(cfg, start, device, loaders):
 
 def steps_for_epochs(cfg, rows_per_epoch):
     """Return the number of steps in which the data is read cfg.epochs times."""
-    # For edits: the batch may grow, and its schedule may depend on max_steps. So do not divide, but
-    # try one number of steps after the other
+    # Only for edits: the batch may grow, and its schedule may depend on max_steps. So do not divide
+    # by the batch size, but try one number of steps after the other
     max_steps = 1
     while (rows_before(replace(cfg, max_steps=max_steps), max_steps)
            < cfg.epochs * rows_per_epoch):
@@ -1247,7 +1248,8 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    store_initial_hyperparameters(state.optimizers)  # load_optimizer() compares them
+    # Only for edits: load_optimizer() then finds out which hyperparameters were edited
+    store_initial_hyperparameters(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -1302,7 +1304,7 @@ def description(run, checkpoint):
 def describe_batch(cfg):
     """Return the number of tokens per step as text.
 
-    For edits: rows_before() may let the batch grow.
+    Only for edits: rows_before() may let the batch grow.
     """
     steps = (0, max(0, cfg.max_steps - 1))
     first, last = [f"{rows_of_step(cfg, step) * cfg.T:,}" for step in steps]
@@ -1593,13 +1595,14 @@ def gpt_config_of_run(cfg, spec=None):
     from spec, the ModelSpec that the command starts from. If there is none, they are cfg.T and the
     number of tokens in the encoding.
     """
-    # n_layer, n_head, n_embd and dropout. (If there is a spec, resolve_config() has put its values
-    # of the first three into cfg)
+    # n_layer, n_head, n_embd and dropout. (If there is a spec, resolve_config() has already put its
+    # values of the first three into cfg)
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
     if spec is None:
         return GPTConfig(block_size=cfg.T, n_vocab=get_encoding(cfg.encoding).n_vocab, **in_both)
-    return make_gpt_config(spec.model_constants | in_both, spec.source)
+    others = {name: value for name, value in spec.model_constants.items() if name not in in_both}
+    return make_gpt_config(in_both | others, spec.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1730,7 +1733,7 @@ def restore_state(state, saved):
     check_is_complete(saved, state)
     device = next(state.raw_model.parameters()).device
     for name, saved_value in saved.items():
-        # For edits: if train_step() creates an attribute, a new State does not have it
+        # Only for edits: train_step() may create an attribute, which a new State then lacks
         value = getattr(state, name, None)
         if is_stateful(value):
             load_object(value, saved_value)
@@ -1741,7 +1744,7 @@ def restore_state(state, saved):
 def check_is_complete(saved, state):
     """Raise ValueError if State has a tensor or an object that is not in `saved`.
 
-    For edits: such an attribute was added after the checkpoint was written, and would keep the
+    Only for edits: such an attribute was added after the checkpoint was written, and would keep the
     value that it has in a new State. For example, an average of the weights would start from the
     initial weights, and not from the restored ones. (A number or a string that was added keeps its
     value.)
@@ -1794,12 +1797,11 @@ def store_initial_hyperparameters(optimizers):
     """Store all hyperparameters of each optimizer group in "initial".
 
     For edits: if training adds an optimizer or a group, call this function again. It does not
-    change groups that have "initial". If a group was not built by configure_optimizers(), this
-    function also sets its peak_lr.
+    change groups that have "initial".
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # configure_optimizers() has set it, but not in groups that training adds
+            # Only for edits: configure_optimizers() sets peak_lr, but training may add groups
             group.setdefault("peak_lr", group["lr"])
             if "initial" not in group:
                 group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
@@ -1828,20 +1830,17 @@ def resumed_group(group, saved_group):
     group: the group that the code has built. saved_group: the group in the checkpoint. In its saved
     form, "params" holds numbers instead of parameters.
 
-    A value is the saved one, unless it was edited in the code. Tensors, which may be large, are not
-    compared. They always have the saved values.
+    Hyperparameters have the saved values, except those that were edited in the code. (Tensors,
+    which may be large, are not compared. They always have the saved values.)
     """
-    # Some checkpoints of November 2026 lack "initial". For edits: it is also missing in the groups
-    # of an optimizer that is not in State.optimizers
-    then, now = saved_group.get("initial", {}), group.get("initial", {})
-    edited = {name: group[name] for name in then.keys() & now.keys()
-              if not has_tensors((then[name], now[name])) and then[name] != now[name]}
-    # In a | b, values of b take precedence. (The code's entries come first, because the checkpoint
-    # may lack some)
-    resumed = group | saved_group | edited
-    if "initial" in group:
-        resumed["initial"] = now  # the next restart compares its code with today's
-    return resumed
+    # The values with which the code has built the group: before the checkpoint was written, and
+    # now. (Some checkpoints of November 2026 lack them. Only for edits: groups of an optimizer that
+    # is not in State.optimizers also lack them)
+    built_before, built_now = saved_group.get("initial", {}), group.get("initial", {})
+    edited = {name: group[name] for name, value in built_now.items() if name in built_before
+              and not has_tensors((built_before[name], value)) and built_before[name] != value}
+    # In a | b, values of b take precedence. So here `group` only provides what saved_group lacks
+    return group | saved_group | edited | {"initial": built_now}
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1893,9 +1892,9 @@ def is_of_other_code(checksum):
 # ---- What may differ from before when a run is resumed. A command cannot continue another run by
 # mistake
 
-# Constants that may be changed freely when a run is resumed. They do not affect training, except
-# that dtype and B affect rounding, and B also affects the dropout masks. (epochs and minutes only
-# determine max_steps, which check_same_training() compares. See also determine_max_steps())
+# Constants that check_same_training() does not compare, because they do not affect training. (dtype
+# and B affect rounding, and B also affects the dropout masks. epochs and minutes only determine
+# max_steps, which is compared. But if minutes is given again, determine_max_steps() compares it)
 FREE_TO_CHANGE = {
     "B", "epochs", "minutes", "print_every", "eval_every", "val_tokens", "hellaswag_every",
     "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir",
@@ -2134,14 +2133,14 @@ def read_metrics(folder):
         metrics[metric].append((int(step), float(value)))
     return metrics
 
-# ---- For edits: checks for easily made mistakes that would otherwise go unnoticed
+# ---- Only for edits: checks for easily made mistakes that would otherwise go unnoticed
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
 
     A frozen parameter need not be in a group.
     """
-    times = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
-                    for p in group["params"])
+    n_groups = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
+                       for p in group["params"])
     for name, p in raw_model.named_parameters():
         largest = p.abs().max()
         if not largest.isfinite():
@@ -2152,8 +2151,8 @@ def check_parameters(raw_model, optimizers):
                             "move this edit to the end of GPT.__init__. If its layer was created "
                             "after init_weights(), create it without draw_later(). A weight from "
                             "torch.empty() must be initialized.")
-        if times[id(p)] > 1 or (times[id(p)] == 0 and p.requires_grad):
-            raise UserError(f"{name} is in {times[id(p)]} optimizer groups: put it into one in "
+        if n_groups[id(p)] > 1 or (n_groups[id(p)] == 0 and p.requires_grad):
+            raise UserError(f"{name} is in {n_groups[id(p)]} optimizer groups: put it into one in "
                             "configure_optimizers(), or freeze it (requires_grad=False).")
 
 def check_B_divides_rows(cfg, step):
@@ -2215,7 +2214,7 @@ def report(run, step, metric, value, note="", print_always=False):
     Lines are due every print_every steps. note: text to print after the value. print_always: print
     at any step.
     """
-    # For edits: an edited train_step() may call report(), even during the trial steps of
+    # Only for edits: train_step() may call report(), even during the trial steps of
     # steps_that_fit(), which have no folder
     if run.folder is None:
         return
@@ -2226,7 +2225,7 @@ def report(run, step, metric, value, note="", print_always=False):
 def formatted(value, digits):
     """Return a number as text, in scientific notation if it is below 0.001.
 
-    For edits: an edited script may report such small numbers.
+    (Such small numbers occur only for edits, which may report other metrics.)
     """
     return f"{value:.{digits}e}" if 0 < abs(value) < 1e-3 else f"{value:.{digits}f}"
 
@@ -2247,13 +2246,13 @@ def gather_from_ranks(loss, norm, signal_came):
     return torch.stack(everyones).T.tolist()
 
 def record_duration(run, seconds):
-    """Append the duration of a step to run.step_seconds, and add it to State.minutes.
+    """Append the duration of a step to run.step_seconds, and add it to State.minutes_trained.
 
-    State.minutes excludes the first step after each start, which may consist mostly of compilation.
+    The first step after each start is not added, because it may consist mostly of compilation.
     """
     is_first_step = not run.step_seconds
     if not is_first_step:
-        run.state.minutes += seconds / 60
+        run.state.minutes_trained += seconds / 60
     run.step_seconds.append(seconds)
 
 def check_step(run, step, loss, norms):
@@ -2289,8 +2288,8 @@ def problem_with_norms(step, norms):
 def problem_with_weights(raw_model):
     """Return a message if the processes have different weights, or None.
 
-    For edits: this happens if an edit lets each process decide from its own loss whether to skip an
-    update. problem_with_norms() cannot detect this, because all processes have the same gradients.
+    Only for edits: this happens if each process decides from its own loss whether to skip a step.
+    problem_with_norms() cannot detect this, because all processes have the same gradients.
     """
     if world_size() == 1:
         return None
@@ -2355,14 +2354,14 @@ def validate(run):
     loss, step = validation_loss(run, run.val_loader), run.state.step
     bits = loss * run.tokens_per_byte / math.log(2)
     report(run, step, "val", loss, note=f" ({bits:.4f} bits per byte)", print_always=True)
-    write_log(run, step, "minutes", run.state.minutes)
+    write_log(run, step, "minutes", run.state.minutes_trained)
     run.validated_step = step
 
 def find_warnings(run, checkpoint):
-    """Return the warnings that run.json stores beside the result of a run.
+    """Return the warnings about this start of a run.
 
     There are two: the loss is not the cross-entropy, and edited code continues the run. RunFolder
-    stores them with each start, and result_of() collects them.
+    stores them with the start in run.json. At the end, result_of() collects those of all starts.
     """
     warnings = [warning_about_loss(run)]
     if checkpoint and is_of_other_code(checkpoint.get("code")):
@@ -2452,7 +2451,7 @@ def hellaswag_score(run):
 def finish(run, stopped):
     """Save the last step. Unless a signal stopped the run, export a model and record the result."""
     cfg, step = run.cfg, run.state.step
-    # For edits: a `break` that is added to train() may leave the last step without a validation
+    # Only for edits: a `break` in train() may leave the last step without a validation
     if step < cfg.max_steps and not stopped and run.validated_step != step:
         validate(run)
     save_last_step(run)
@@ -2476,7 +2475,7 @@ def save_last_step(run):
 
 def closing_words(cfg, step):
     """Return what to tell the user at the end of a run."""
-    if step < cfg.max_steps:  # For edits: a `break` that is added to train() ends a run early
+    if step < cfg.max_steps:  # Only for edits: a `break` in train() ends a run early
         return (f"Ended after {step} of {cfg.max_steps} steps. To resume the run, repeat the "
                 "command.")
     if cfg.max_steps == 0:
@@ -2503,21 +2502,25 @@ def result_of(run):
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     warnings = [warning for entry in run.folder.starts for warning in entry.get("warnings", [])]
-    warnings = list(dict.fromkeys(warnings)) + warnings_about_time(cfg, state)
+    warnings.append(warning_about_time(cfg, state))
+    warnings = [warning for warning in dict.fromkeys(warnings) if warning]
     return result | ({"warnings": warnings} if warnings else {})
 
-def warnings_about_time(cfg, state):
+def warning_about_time(cfg, state):
     """Return a warning if a run with `minutes` took over 10% more or less time than that.
 
-    The trial steps of steps_that_fit() are like the first steps of a run. If an edit makes later
-    steps slower, for example because the batch grows, more steps are taken than fit.
+    Another program may have slowed the run down. Or an edit makes later steps slower, for example
+    because the batch grows: the trial steps of steps_that_fit() are like the first steps of a run.
     """
-    if not cfg.minutes or state.step < cfg.max_steps or abs(state.minutes / cfg.minutes - 1) < 0.1:
-        return []
-    change = "slower" if state.minutes > cfg.minutes else "faster"
-    return [f"Training took {state.minutes:.3g} minutes instead of minutes={cfg.minutes:g}, because"
-            f" its steps were {change} than the trial steps. Compare this run with others at equal "
-            "--max_steps, not at equal --minutes."]
+    if not cfg.minutes or state.step < cfg.max_steps:
+        return None
+    ratio = state.minutes_trained / cfg.minutes
+    if abs(ratio - 1) < 0.1:
+        return None
+    return (f"Training took {state.minutes_trained:.3g} minutes instead of minutes="
+            f"{cfg.minutes:g}, because its steps were {'slower' if ratio > 1 else 'faster'} than "
+            "the trial steps. Compare this run with others at equal --max_steps, not at equal "
+            "--minutes.")
 
 def print_result(result):
     """Print a result, one name and value per line, followed by its warnings."""
@@ -2573,7 +2576,7 @@ def gpt_from_hugging_face(name):
             # target[key] shares its memory with the model. Only its first rows are overwritten,
             # since our embedding is padded
             target[key][:len(weight)].copy_(weight)
-        check_same_function(model, hf_model, end_of_text=c.vocab_size - 1)
+        check_same_logits(model, hf_model, end_of_text=c.vocab_size - 1)
     except Exception as e:  # reading files and downloading may raise any exception
         raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
                         f"be loaded as a Hugging Face GPT-2 ({summary_of(e)}): check the name."
@@ -2586,7 +2589,7 @@ def save_hugging_face(model, folder, encoding=None):
     Raise UserError if transformers would return different logits or token ids.
     """
     import transformers
-    model = copy.deepcopy(model).to("cpu")  # check_same_function() compares on the CPU
+    model = copy.deepcopy(model).to("cpu")  # check_same_logits() compares on the CPU
     c = model.config
     end = encoding.eot_token if encoding else c.n_vocab - 1
     hf_model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
@@ -2601,7 +2604,7 @@ def save_hugging_face(model, folder, encoding=None):
         weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
     try:
         hf_model.load_state_dict(weights)
-        check_same_function(model, hf_model, end)
+        check_same_logits(model, hf_model, end)
         tokenizer = encoding and hugging_face_tokenizer(encoding, c.block_size)
     except (RuntimeError, ValueError) as e:
         raise UserError("transformers would give different results "
@@ -2612,7 +2615,7 @@ def save_hugging_face(model, folder, encoding=None):
         tokenizer.save_pretrained(folder)
 
 @torch.no_grad()
-def check_same_function(ours, hf_model, end_of_text):
+def check_same_logits(ours, hf_model, end_of_text):
     """Raise ValueError if our model and a Hugging Face model return different logits.
 
     Both models must be on the CPU.
@@ -2643,6 +2646,9 @@ def converted_to_todays_format(checkpoint):
     # Until 27 November 2026, GPTConfig also contained the number of rows of the embedding, which is
     # padded(n_vocab)
     checkpoint["gpt_config"].pop("vocab_size", None)
+    # Until the same day, State.minutes_trained was called minutes
+    state = checkpoint["state"]
+    state.setdefault("minutes_trained", state.pop("minutes", 0.0))
     return checkpoint
 
 def convert_entries(checkpoint):

@@ -146,7 +146,7 @@ def differs_between_processes(state):
         return []
     mine = {name: [crc_of(part) for _, part in tensors_of(value)] or repr(value)
             for name, value in state.state_dict().items()
-            if name not in ("raw_model", "optimizers", "scaler", "minutes")}
+            if name not in ("raw_model", "optimizers", "scaler", "minutes_trained")}
     everyones = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(everyones, mine)
     return [name for name in mine if any(other.get(name) != mine[name] for other in everyones)]

@@ -553,7 +553,7 @@ def until_november_23(content):
     state = content["state"]
     old = {name: content[name] for name in ("gpt_config", "encoding", "constants", "data", "code")}
     old |= {"step": state["step"], "scaler": state["scaler"]}
-    old["numbers"] = {"step": state["step"], "minutes": state["minutes"]}
+    old["numbers"] = {"step": state["step"], "minutes": state["minutes_trained"]}
     old["model"], old["trained"] = content["eval_model"], state["raw_model"]
     old["optimizers"] = with_whole_groups(content)
     old["optimizer_names"] = [optimizer.pop("class") for optimizer in old["optimizers"]]
@@ -562,6 +562,7 @@ def until_november_23(content):
 def on_november_24(content):
     """Return a checkpoint's content in the first form that the script wrote on 2026-11-24."""
     flat = {name: value for name, value in content.items() if name != "state"} | content["state"]
+    flat["minutes"] = flat.pop("minutes_trained")
     return flat | {"optimizers": with_whole_groups(content, "as_built")}
 
 def at_the_end_of_november_24(content):
@@ -581,6 +582,10 @@ def on_november_26(content):
 
 def on_november_27(content):
     """Return a checkpoint's content in the form that the script wrote on 2026-11-27 at noon."""
+    if "minutes_trained" in content.get("state", {}):
+        state = dict(content["state"])
+        state["minutes"] = state.pop("minutes_trained")
+        content = content | {"state": state}
     return content | {"gpt_config": content["gpt_config"] | {"vocab_size": 384}}
 
 @pytest.mark.parametrize("earlier", [until_november_23, on_november_24, at_the_end_of_november_24,

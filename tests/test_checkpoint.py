@@ -376,7 +376,7 @@ def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
     stopped = load(run.log_dir / "checkpoint_00023.pt")
     assert (stopped["state"]["step"], stopped["state"]["tokens"]) == (23, 23 * 128)
     # The first step does not count
-    assert stopped["state"]["minutes"] == pytest.approx(22 * 0.5 / 60)
+    assert stopped["state"]["minutes_trained"] == pytest.approx(22 * 0.5 / 60)
     assert f"{STEPS} steps fit into 0.25 minutes. " in run.out
     assert f"use --max_steps={STEPS}\n" in run.out
     succeed(Forked(run.log_dir, arrange={clock: 99.0}, **words))
@@ -401,9 +401,9 @@ def test_trial_steps_of_a_run_with_minutes_leave_no_trace(place, reference):
     (4.6, 100, False), (5.4, 100, False), (4.4, 100, True), (5.6, 100, True), (2.0, 40, False)])
 def test_a_result_has_a_warning_if_training_took_longer_than_minutes(minutes, step, warned):
     """It took over 10% more or less time. A run that has not finished has no such warning."""
-    state = mock.Mock(minutes=minutes, step=step)
-    assert bool(t.warnings_about_time(t.Config(minutes=5.0, max_steps=100), state)) == warned
-    assert not t.warnings_about_time(t.Config(minutes=0.0, max_steps=100), state)
+    state = mock.Mock(minutes_trained=minutes, step=step)
+    assert bool(t.warning_about_time(t.Config(minutes=5.0, max_steps=100), state)) == warned
+    assert not t.warning_about_time(t.Config(minutes=0.0, max_steps=100), state)
 
 def other(constant):
     """Return a value of a constant that no run in this file uses."""
