@@ -536,15 +536,16 @@ def inputs_of_shards(cfg, files, shards):
     """Return everything that determines the content of these Shards, as {name: value}.
 
     This is shard_size, the encoding, and the name and size of each file up to the one in which the
-    last shard ends. The manifest contains it, so that find_finished() can see whether it is still
-    the same.
+    last shard ends. The manifest contains it, and find_finished() compares it with that of a later
+    command.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     inputs = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return inputs
-    # If the corpus ends with the last shard, last_number is len(files). A file that is added to the
-    # corpus later then becomes an additional input, since the last shard would be longer with it
+    # If the corpus ends with the last shard, last_number is len(files). If a file is added to the
+    # corpus later, files[last_number] exists, and find_finished() sees it as an additional input
+    # (with it, the last shard would be longer)
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files[:last_number + 1]):
         inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -554,10 +555,11 @@ def read_manifest(path):
     """Return the inputs and the Shards in a manifest. Raise UserError if it is damaged."""
     try:
         content = json.loads(path.read_bytes())
+        # The names in manifests are older than those in this file: "settings" are the inputs, and
+        # "used" is the offset
         inputs = dict(content["settings"])
         shards = []
         for entry in content["shards"]:
-            # Manifests call the offset "used" (they did so before it had this name here)
             end = Place(int(entry["file"]), int(entry["row"]), int(entry["used"]))
             shards.append(Shard(str(entry["name"]), tokens=int(entry["tokens"]),
                                 documents=int(entry["documents"]), end=end))
@@ -601,7 +603,7 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    If the manifest is missing or has different settings, shards in local_dir cannot be used. Then
+    If the manifest is missing or lists different inputs, shards in local_dir cannot be used. Then
     raise UserError if there are training shards. If there is only a validation shard (perhaps the
     corpus was too short for others), return [], so that it is made again.
     """

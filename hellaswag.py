@@ -43,10 +43,12 @@ CPU_BATCH = 1024  # tokens per forward pass on a CPU
 GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them take 1.6 GB
 
 class Prepared(NamedTuple):
-    """Q questions as rows of tokens for one model. Row 4 * q + i has ending i of question q."""
-    # (row numbers, tokens (R, N), is_ending (R, N)) of each batch of R rows. Rows are sorted by
-    # length, so that those in a batch have similar lengths
-    batches: list
+    """Q questions as rows of tokens for one model. Row 4 * q + i has ending i of question q.
+
+    The R rows of a batch have similar lengths. So they are not consecutive, and a batch lists their
+    numbers.
+    """
+    batches: list           # (row numbers, tokens (R, N), is_ending (R, N)) of each batch
     labels: torch.Tensor    # (Q,) the index of the correct ending
     n_tokens: torch.Tensor  # (Q, 4) the number of tokens in each ending
     n_truncated: int        # the number of questions whose context was truncated to fit
@@ -129,10 +131,10 @@ def tokenize(example, encode=gpt2_encode):
     return encode(example["ctx"]), endings
 
 def encode_after_space(text, encode):
-    """Return the token ids that " " + text has in the middle of a longer text.
+    """Return the token ids of a space and a text, which continue another text.
 
-    For some tokenizers, encode(" " + text) would be wrong, because they add a start token or
-    another space at the beginning of every text. So encode "a " + text, and remove the ids of "a".
+    encode(" " + text) would be wrong for tokenizers that add a start token or another space at the
+    beginning of every text. So encode "a " + text, and remove the ids that encode("a") returns.
     """
     n_before_space = len(encode("a"))  # this includes the start token, if there is one
     return encode("a " + text)[n_before_space:]

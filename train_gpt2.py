@@ -146,18 +146,17 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore
 # draw_later() stores the std of a layer's weight as init_std. When GPT.__init__ has built all
 # layers, init_weights() draws the weights
-PLACEHOLDER = 2.0**17  # draw_later() fills weights with this value, until init_weights() draws them
+PLACEHOLDER = 2.0**17  # marks the elements of a weight that init_weights() still has to draw
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
 
-    For edits: the layer may then set some elements of its weight to other values, for example to 0.
-    They keep these values, because init_weights() draws only elements that are still equal to
-    PLACEHOLDER. Therefore do not multiply a weight before it is drawn: it would not be drawn at
-    all. Nor would a copy of the weight, which has no init_std. check_parameters() in part two
-    reports both mistakes.
+    For edits: after this call, you may set some elements of the weight to other values, for example
+    to 0. init_weights() keeps them, because it draws only elements that are equal to PLACEHOLDER.
+    But do not multiply or copy a weight before it is drawn. init_weights() would not draw the
+    result, and check_parameters() in part two would report this.
     """
     layer.weight.init_std = std
     nn.init.constant_(layer.weight, PLACEHOLDER)
@@ -486,8 +485,8 @@ def rows_of_step(cfg, step):
 def get_lr(step, cfg):
     """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr.
 
-    If the highest learning rate of some parameters is not max_lr, step_optimizers() scales the
-    curve for them.
+    This is the learning rate of AdamW. That of Muon is muon_lr_ratio times as high (see
+    configure_optimizers() and step_optimizers()).
     """
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
@@ -778,10 +777,9 @@ def train(run):
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
-            # Save before evaluating, so that no steps are lost if the evaluation fails. (save()
-            # does nothing if this step is already saved, nor at step 0 of a run from scratch. It
-            # deletes older checkpoints, but neither those at multiples of keep_every, nor the one
-            # whose validation loss in log.txt is the lowest)
+            # Save before evaluating, so that no steps are lost if the evaluation fails. (If this
+            # step is already saved, save() does nothing. It deletes older checkpoints, except those
+            # at multiples of keep_every and the one with the lowest validation loss in log.txt)
             check_ranks_have_same_weights(run)
             run.folder.save(state)
         if due(cfg.eval_every, run):
@@ -832,8 +830,8 @@ def train(run):
 #     constants   those of the command. The ones that affect training must be as before, except
 #                 that max_steps may grow (check_same_training)
 #     data        that of the command. It must be the same as before (check_same_training)
-#     code        it may have been edited, which is reported (find_warnings), unless the run is
-#                 finished, which is an error (check_code_of_finished_run)
+#     code        that of today. If it was edited, find_warnings() reports this. But if the run is
+#                 finished, edited code is an error (check_code_of_finished_run)
 #     State       that of the checkpoint (restore_state). But hyperparameters of optimizers that
 #                 were edited in the code have the new values (load_optimizer)
 #
@@ -841,8 +839,8 @@ def train(run):
 # and train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring
 # and the end of a run
 
-# ---- The checkpoint of a run, and the Weights of a trained model. A checkpoint is a dict that is
-# stored as a file in log_dir. It has these entries:
+# ---- Checkpoints. A checkpoint is a dict, which is stored as a file in log_dir. checkpoint_of()
+# makes it, with these entries:
 #
 #     state         State.state_dict(), from which a run is resumed
 #     eval_model    State.eval_model.state_dict(): the weights for samples, for the export and for
@@ -854,6 +852,8 @@ def train(run):
 #     code          the checksum of the code
 #
 # A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once
+
+# ---- Trained models. They come from a checkpoint, or from Hugging Face (see read_weights)
 @dataclass
 class ModelSpec:
     """What is known about a trained model, apart from its weights."""
@@ -934,15 +934,16 @@ def resolve_config(flags, device=torch.device("cpu")):
     preset_name = choose_preset(data, flags)
     # A preset may also contain `data`. (Values of flags are text, and make_config() converts them)
     given = {"data": data} | PRESETS.get(preset_name, {}) | flags
-    # init_from, log_dir and the like are sufficient to find the start. No weights change them
+    # To find the start, only constants such as init_from and log_dir are needed, and these never
+    # come from weights
     start = find_start(make_config(Config, given), device)
     suggested, fixed = values_from_weights(start.spec, preset_name)
     cfg = make_config(Config, suggested | given | fixed)
     text = note + describe_preset(preset_name, cfg)
     if start.spec:
         check_flags_against_weights(flags, cfg, start.spec.source)
-        names = (suggested.keys() - given.keys()) | fixed.keys()
-        text += "\n" + describe_values(start.spec.source, cfg, names)
+        from_weights = (suggested.keys() - given.keys()) | fixed.keys()
+        text += "\n" + describe_values(start.spec.source, cfg, from_weights)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
@@ -984,15 +985,17 @@ class StartingPoint:
         anything else   resumed run   set    None      set
         any             --sample      set    set       None
 
-    `spec` describes the model in init_from. A resumed run reads it from its checkpoint, because
-    init_from may not exist any longer. (If init_from is scratch, --sample uses the model in
-    log_dir.)
+    With init_from=scratch, Config determines the model's constants, even in a resumed run. So if
+    n_layer, for example, was edited in Config, check_same_training() finds that it differs from the
+    n_layer in the checkpoint, and reports both values.
 
-    If there is a spec, it determines the model's constants. Otherwise Config does, even in a
-    resumed run. So if n_layer was edited in Config, for example, the model does not fit the
-    checkpoint, and check_same_training() reports the old and the new value.
+    With any other init_from, the model's constants are those of the model in init_from, which
+    `spec` describes. A resumed run gets `spec` from its checkpoint, because init_from may not exist
+    any longer.
+
+    With init_from=scratch, --sample uses the weights in log_dir, and `spec` describes their model.
     """
-    spec: ModelSpec | None = None   # determines the model's constants
+    spec: ModelSpec | None = None   # determines the model's constants (if None, Config does)
     weights: Weights | None = None  # to load into the model
     checkpoint: dict | None = None  # to restore State from
 
@@ -1248,7 +1251,8 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    # Only for edits: load_optimizer() then finds out which hyperparameters were edited
+    # Only for edits: if the run is resumed later, load_optimizer() compares these hyperparameters
+    # with those in the code, to find out what was edited in between
     store_initial_hyperparameters(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
@@ -1591,12 +1595,13 @@ def weights_in_checkpoint(checkpoint, source):
 def gpt_config_of_run(cfg, spec=None):
     """Return the GPTConfig of the model that a command builds.
 
-    Constants that Config has, too, have the values in cfg. The others, block_size and n_vocab, come
-    from spec, the ModelSpec that the command starts from. If there is none, they are cfg.T and the
-    number of tokens in the encoding.
+    cfg: the Config of the command. If the command starts from existing weights, resolve_config()
+    has already put their n_layer, n_head and n_embd into it.
+
+    spec: the ModelSpec of these weights, or None. It provides block_size and n_vocab, which Config
+    lacks. Without it, they are T and the number of ids in the encoding.
     """
-    # n_layer, n_head, n_embd and dropout. (If there is a spec, resolve_config() has already put its
-    # values of the first three into cfg)
+    # n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
     if spec is None:
@@ -1825,22 +1830,23 @@ def load_optimizer(optimizer, saved):
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
 def resumed_group(group, saved_group):
-    """Return the saved form of an optimizer group with the values for a resumed run.
+    """Return the group that a resumed run loads into its optimizer with load_state_dict().
 
-    group: the group that the code has built. saved_group: the group in the checkpoint. In its saved
-    form, "params" holds numbers instead of parameters.
-
-    Hyperparameters have the saved values, except those that were edited in the code. (Tensors,
-    which may be large, are not compared. They always have the saved values.)
+    It is saved_group, the group in the checkpoint, except that hyperparameters that were edited in
+    the code have the values in `group`, which the code has built. (Tensors, which may be large, are
+    not compared. They always have the saved values.)
     """
-    # The values with which the code has built the group: before the checkpoint was written, and
-    # now. (Some checkpoints of November 2026 lack them. Only for edits: groups of an optimizer that
-    # is not in State.optimizers also lack them)
+    resumed = group | saved_group  # so `group` only provides what saved_group lacks
+    # The values with which the code built the group before the checkpoint was written, and those
+    # with which it has built the group now. (Old checkpoints lack them. Only for edits: groups of
+    # an optimizer that is not in State.optimizers also lack them)
     built_before, built_now = saved_group.get("initial", {}), group.get("initial", {})
-    edited = {name: group[name] for name, value in built_now.items() if name in built_before
-              and not has_tensors((built_before[name], value)) and built_before[name] != value}
-    # In a | b, values of b take precedence. So here `group` only provides what saved_group lacks
-    return group | saved_group | edited | {"initial": built_now}
+    for name in built_before.keys() & built_now.keys():
+        before, now = built_before[name], built_now[name]
+        if not has_tensors([before, now]) and before != now:
+            resumed[name] = group[name]
+    resumed["initial"] = built_now  # what the next restart compares with
+    return resumed
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -2012,8 +2018,8 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        # The previous save may still be writing the contents of host_buffers, which copy_to_host()
-        # overwrites below. (If that save failed, it has printed why)
+        # The previous save may still be running. It sets saved_step at its end, and writes the
+        # content of host_buffers, which copy_to_host() overwrites. (If it fails, it prints why)
         self.wait_for_save()
         if state.step == self.saved_step or (state.step == 0 and self.cfg.init_from == "scratch"):
             return
@@ -2540,6 +2546,7 @@ def export(run):
         else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.save)
             checkpoint = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(checkpoint, str(checkpoint_path or "the model"))
+        # (GPT.from_pretrained() would leave out what an edit adds to the model in build_model())
         model = build_model(run.cfg, run.state.raw_model.config)
         load_weights(model, weights)
         save_hugging_face(model, path / "hf", run.encoding)
