@@ -66,8 +66,8 @@ PROMISES = {
         "The usual reason is a term or a statistic over the rows of a micro-batch (also in "
         "validation, where the last one may be smaller), a random number that is drawn or seeded "
         "per micro-batch, a value that counts forward passes instead of steps, or a use of cfg.B. "
-        "If the difference is small and the edit selects tokens or experts (top-k), rounding may "
-        "also have changed a selection."),
+        "If the difference is small, rounding may also have been amplified: it may change a "
+        "selection of tokens or experts (top-k), or a decomposition of a matrix (eigh, svd, qr)."),
     "processes": ("the number of processes changes speed only",
         "The usual reason is a term or a statistic over the rows of one process, a value that each "
         "process computes from its own rows or from the number of processes, or a parameter that "
@@ -839,7 +839,9 @@ class Check:
         for name, ratio in ratios.items():
             if not 0.6 < ratio < 1.67 and name not in to_skip:
                 by_ratio[f"{ratio:.2g}"].append(name)
-        parts = [f"{ratio} times as large: {some_of(names)}" for ratio, names in by_ratio.items()]
+        # (0 if the first step changes nothing, for example because it only prepares an average)
+        parts = [f"{ratio} times as large: {some_of(names)}" if float(ratio) else
+                 f"no update at all: {some_of(names)}" for ratio, names in by_ratio.items()]
         if not parts:
             return []
         return ["the first updates of some parameters, divided by the learning rate, have a "

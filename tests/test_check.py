@@ -674,6 +674,7 @@ def test_first_updates_of_another_size_are_noted(tmp_path):
     assert notes({"w": 1.5, "x": 0.7, "z": 5.0}) == []
     note, = notes({"w": 0.44, "x": 0.4402, "y": 2.0})
     assert "0.44 times as large: w and 1 more; 10 times as large: y. The upd" in note
+    assert "no update at all: w and 1 more. The upd" in notes({"w": 0.0, "x": 0.0})[0]
     # A gradient with a low rank makes Muon's update of some matrices smaller
     assert notes({"w": 0.44, "x": 1.0}, muon=["w", "x"]) == []
     assert len(notes({"w": 0.44, "x": 0.44}, muon=["w", "x"])) == 1
