@@ -511,7 +511,7 @@ def tokenize_all(batches, nprocs, encoding_name):
         threads.shutdown(cancel_futures=True)
 
 # -------------------------------------------------------------------------------------- shards
-# manifest.json lists the finished shards, where each ends in the corpus, and all settings that
+# manifest.json lists the finished shards, where each ends in the corpus, and all inputs that
 # determine their content. With it, a run resumes exactly where the last one stopped.
 class Place(NamedTuple):
     """A point in the corpus, at which a shard ends and the next one starts.
@@ -521,7 +521,7 @@ class Place(NamedTuple):
     example, Place(2, 300, 1200) means that the next shard is made by reading file 2 from row 300
     on, where the batch starts, and leaving out the first 1,200 tokens.
     """
-    file_number: int  # index of the file in reading order; len(files) at the end of the corpus
+    file_number: int  # index of the file in reading order; len(files) after the last, shorter shard
     batch_start: int  # number of the first row of the batch
     offset: int       # number of tokens in the batch before the point (they may fill several rows)
 
@@ -543,9 +543,9 @@ def inputs_of_shards(cfg, files, shards):
     inputs = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return inputs
-    # If the corpus ends with the last shard, last_number is len(files). If a file is added to the
-    # corpus later, files[last_number] exists, and find_finished() sees it as an additional input
-    # (with it, the last shard would be longer)
+    # If the last shard is not full, because the corpus ended, last_number is len(files). If a file
+    # is added to the corpus later, files[last_number] exists, and find_finished() sees it as an
+    # additional input (with it, the last shard would be longer)
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files[:last_number + 1]):
         inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"

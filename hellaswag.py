@@ -131,7 +131,7 @@ def tokenize(example, encode=gpt2_encode):
     return encode(example["ctx"]), endings
 
 def encode_after_space(text, encode):
-    """Return the token ids of a space and a text, which continue another text.
+    """Return the token ids of a space followed by a text, as they are in the middle of a text.
 
     encode(" " + text) would be wrong for tokenizers that add a start token or another space at the
     beginning of every text. So encode "a " + text, and remove the ids that encode("a") returns.

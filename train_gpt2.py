@@ -19,10 +19,11 @@ on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
 what long runs need in practice. Comments with the mark "For edits:" tell you
-what to consider when you change this file. Code with the mark "Only for edits:"
-has no effect as long as you do not change this file.
+what to consider when you change this file. The mark "Only for edits:" stands at
+code that only an edited copy of this file needs.
 """
 import ast
+import bisect
 import contextlib
 import copy
 import ctypes
@@ -223,8 +224,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        # forward() does not call this module, but only reads its probability, self.dropout.p. (For
-        # edits: because it is a module, code that sets p of all nn.Dropout modules also sets it)
+        # forward() does not call this module, but only reads its probability, self.dropout.p.
+        # For edits: because it is a module, code that sets p of all nn.Dropout modules also sets it
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -309,7 +310,8 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, padded(n_vocab))
-        # For edits: if you change the logits, for example cap them, do it here
+        # For edits: if you change the logits, for example cap them, do it here.
+
         # The padding columns belong to no token. For the loss, mask them, so that their probability
         # is 0. They are only removed after the loss, because removing them here would make a
         # compiled step on an H100 5% slower. (Masking after float() would need 6 GiB more at B=64)
@@ -455,7 +457,7 @@ class DataLoaderLite:
         if device.type == "cuda":  # a copy from pinned memory does not block the CPU
             tokens = tokens.pin_memory()
         tokens = tokens.to(device, non_blocking=device.type == "cuda")
-        # Only for edits: return copies, so that changing x in place does not change y
+        # Return copies, because validation_loss() changes y in place, and an edit may change x
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
 # order_of() caches the four orders that locate() needs again and again: the order of the shards and
@@ -599,7 +601,7 @@ class State:
     Everything that later steps depend on, apart from constants and data, must be an attribute of
     this class. For edits: add your own attributes here, either as fields, like `tokens` below, or
     in a method __post_init__(), which may use the weights with which the run begins. For example,
-    this adds an average of the weights:
+    this adds an average of the weights, which train_step() then has to update:
 
         def __post_init__(self):
             self.average = torch.optim.swa_utils.AveragedModel(self.raw_model)
@@ -616,7 +618,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    # The duration of the steps, without the first step after each start, which may compile
+    # The duration of all steps but the first after each start, which may include compilation
     minutes_trained: float = 0.0
     tokens: int = 0               # number of tokens that the model has been trained on
 
@@ -624,7 +626,8 @@ class State:
     def eval_model(self):
         """The GPT that is validated and sampled from. The export and --init_from use its weights.
 
-        For edits: if an edit averages the weights, return the averaged model here.
+        For edits: if an edit averages the weights, return the averaged model here. In the example
+        above, this is self.average.module.
         """
         return self.raw_model
 
@@ -706,7 +709,7 @@ def train_step(run):
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
-    # The number of targets in all processes. (They are counted, since read_step() may mask some)
+    # The number of targets in all processes. (Only for edits: read_step() may mask some of them)
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
     loss_of_rank = torch.zeros((), device=run.device)
     ddp_model.train()
@@ -778,8 +781,8 @@ def train(run):
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (If this
-            # step is already saved, save() does nothing. It deletes older checkpoints, except those
-            # at multiples of keep_every and the one with the lowest validation loss in log.txt)
+            # step is already saved, save() does nothing. Otherwise it also deletes old checkpoints,
+            # see RunFolder.prune())
             check_ranks_have_same_weights(run)
             run.folder.save(state)
         if due(cfg.eval_every, run):
@@ -921,8 +924,8 @@ def resolve_config(flags, device=torch.device("cpu")):
     2. with the preset FINETUNE, a max_lr and a T that suit the model in init_from;
     3. the value in the preset;
     4. the flag;
-    5. the value that belongs to the weights in init_from, for example their n_layer. Raise
-       UserError if a flag has a different value.
+    5. the value that belongs to the weights from which the command starts, for example their
+       n_layer. Raise UserError if a flag has a different value.
 
     Finally, B is lowered if it does not divide a process's share of the batch.
     """
@@ -1045,9 +1048,10 @@ def read_newest_checkpoint(log_dir, device):
 def values_from_weights(spec, preset_name):
     """Return two dicts {name: value} for Config: values that suit the weights, and fixed values.
 
-    The values that suit the weights are good values of max_lr and T for fine-tuning. They are only
-    suggestions. The fixed values are the encoding, if it is known, and all constants that are also
-    in GPTConfig, except dropout. (T is not fixed, since rows may be shorter than block_size.)
+    With the preset FINETUNE, there are good values of max_lr and T for fine-tuning these weights.
+    The preset and flags may override them. The fixed values are the encoding, if it is known, and
+    all constants that are also in GPTConfig, except dropout. (T is not fixed, since rows may be
+    shorter than block_size.)
 
     spec: the ModelSpec of the weights. If it is None, both dicts are empty.
     """
@@ -1207,13 +1211,14 @@ def steps_that_fit(cfg, start, device, loaders):
 
 def steps_for_epochs(cfg, rows_per_epoch):
     """Return the number of steps in which the data is read cfg.epochs times."""
-    # Only for edits: the batch may grow, and its schedule may depend on max_steps. So do not divide
-    # by the batch size, but try one number of steps after the other
-    max_steps = 1
-    while (rows_before(replace(cfg, max_steps=max_steps), max_steps)
-           < cfg.epochs * rows_per_epoch):
-        max_steps += 1
-    return max_steps
+    def is_enough(steps):
+        return rows_before(replace(cfg, max_steps=steps), steps) >= n_rows
+    n_rows = cfg.epochs * rows_per_epoch
+    steps = math.ceil(n_rows / (cfg.total_batch_size // cfg.T))
+    # Only for edits: if the batch grows, the number of steps is a different one. So search for it
+    while not is_enough(steps):
+        steps *= 2
+    return bisect.bisect_left(range(steps), True, lo=1, key=is_enough)
 
 def build_run(cfg, start, device, loaders, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
@@ -1838,14 +1843,15 @@ def resumed_group(group, saved_group):
     """
     resumed = group | saved_group  # so `group` only provides what saved_group lacks
     # The values with which the code built the group before the checkpoint was written, and those
-    # with which it has built the group now. (Old checkpoints lack them. Only for edits: groups of
-    # an optimizer that is not in State.optimizers also lack them)
+    # with which it has built the group now. (Some old checkpoints lack them. Only for edits: groups
+    # of an optimizer that is not in State.optimizers also lack them)
     built_before, built_now = saved_group.get("initial", {}), group.get("initial", {})
     for name in built_before.keys() & built_now.keys():
         before, now = built_before[name], built_now[name]
         if not has_tensors([before, now]) and before != now:
             resumed[name] = group[name]
-    resumed["initial"] = built_now  # what the next restart compares with
+    if "initial" in group:
+        resumed["initial"] = built_now  # what the next restart compares with
     return resumed
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
@@ -2139,7 +2145,7 @@ def read_metrics(folder):
         metrics[metric].append((int(step), float(value)))
     return metrics
 
-# ---- Only for edits: checks for easily made mistakes that would otherwise go unnoticed
+# ---- Checks for easily made mistakes that would otherwise go unnoticed, most of them in edits
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
 
@@ -2229,10 +2235,7 @@ def report(run, step, metric, value, note="", print_always=False):
         print0(f"{step:5d}/{run.cfg.max_steps} {metric} {formatted(value, 4)}{note}")
 
 def formatted(value, digits):
-    """Return a number as text, in scientific notation if it is below 0.001.
-
-    (Such small numbers occur only for edits, which may report other metrics.)
-    """
+    """Return a number as text, in scientific notation if it is below 0.001."""
     return f"{value:.{digits}e}" if 0 < abs(value) < 1e-3 else f"{value:.{digits}f}"
 
 def write_log(run, step, metric, value):
@@ -2457,7 +2460,7 @@ def hellaswag_score(run):
 def finish(run, stopped):
     """Save the last step. Unless a signal stopped the run, export a model and record the result."""
     cfg, step = run.cfg, run.state.step
-    # Only for edits: a `break` in train() may leave the last step without a validation
+    # Only for edits: another `break` in train() may leave the last step without a validation
     if step < cfg.max_steps and not stopped and run.validated_step != step:
         validate(run)
     save_last_step(run)
@@ -2481,7 +2484,7 @@ def save_last_step(run):
 
 def closing_words(cfg, step):
     """Return what to tell the user at the end of a run."""
-    if step < cfg.max_steps:  # Only for edits: a `break` in train() ends a run early
+    if step < cfg.max_steps:  # Only for edits: another `break` in train() ends a run early
         return (f"Ended after {step} of {cfg.max_steps} steps. To resume the run, repeat the "
                 "command.")
     if cfg.max_steps == 0:
@@ -2508,12 +2511,12 @@ def result_of(run):
     if run.device.type == "cuda":
         result["memory_gib"] = round(torch.cuda.max_memory_allocated() / 2**30, 2)
     warnings = [warning for entry in run.folder.starts for warning in entry.get("warnings", [])]
-    warnings.append(warning_about_time(cfg, state))
+    warnings.append(warning_about_time(cfg, state, n_starts=len(run.folder.starts)))
     warnings = [warning for warning in dict.fromkeys(warnings) if warning]
     return result | ({"warnings": warnings} if warnings else {})
 
-def warning_about_time(cfg, state):
-    """Return a warning if a run with `minutes` took over 10% more or less time than that.
+def warning_about_time(cfg, state, n_starts):
+    """Return a warning if the training of a run with `minutes` was over 10% longer or shorter.
 
     Another program may have slowed the run down. Or an edit makes later steps slower, for example
     because the batch grows: the trial steps of steps_that_fit() are like the first steps of a run.
@@ -2521,7 +2524,8 @@ def warning_about_time(cfg, state):
     if not cfg.minutes or state.step < cfg.max_steps:
         return None
     ratio = state.minutes_trained / cfg.minutes
-    if abs(ratio - 1) < 0.1:
+    # State.minutes_trained leaves out one step for each start
+    if abs(ratio - 1) < 0.1 + n_starts / state.step:
         return None
     return (f"Training took {state.minutes_trained:.3g} minutes instead of minutes="
             f"{cfg.minutes:g}, because its steps were {'slower' if ratio > 1 else 'faster'} than "
@@ -2546,7 +2550,7 @@ def export(run):
         else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.save)
             checkpoint = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(checkpoint, str(checkpoint_path or "the model"))
-        # (GPT.from_pretrained() would leave out what an edit adds to the model in build_model())
+        # (Only for edits: GPT.from_pretrained() would leave out what build_model() adds to a GPT)
         model = build_model(run.cfg, run.state.raw_model.config)
         load_weights(model, weights)
         save_hugging_face(model, path / "hf", run.encoding)
@@ -2655,7 +2659,8 @@ def converted_to_todays_format(checkpoint):
     checkpoint["gpt_config"].pop("vocab_size", None)
     # Until the same day, State.minutes_trained was called minutes
     state = checkpoint["state"]
-    state.setdefault("minutes_trained", state.pop("minutes", 0.0))
+    if "minutes_trained" not in state:
+        state["minutes_trained"] = state.pop("minutes", 0.0)
     return checkpoint
 
 def convert_entries(checkpoint):

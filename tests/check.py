@@ -839,9 +839,9 @@ class Check:
         for name, ratio in ratios.items():
             if not 0.6 < ratio < 1.67 and name not in to_skip:
                 by_ratio[f"{ratio:.2g}"].append(name)
-        # (0 if the first step changes nothing, for example because it only prepares an average)
-        parts = [f"{ratio} times as large: {some_of(names)}" if float(ratio) else
-                 f"no update at all: {some_of(names)}" for ratio, names in by_ratio.items()]
+        # (The first step of an optimizer may only prepare averages)
+        parts = [f"{ratio} times as large{'' if float(ratio) else ' (no update at all)'}: "
+                 f"{some_of(names)}" for ratio, names in by_ratio.items()]
         if not parts:
             return []
         return ["the first updates of some parameters, divided by the learning rate, have a "

@@ -451,8 +451,7 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
     spec = t.ModelSpec("x", {"n_layer": 2, "block_size": 8}, "bytes")
-    gpt_config = t.gpt_config_of_run(t.Config(n_layer=2), spec)
-    assert (gpt_config.n_layer, gpt_config.block_size) == (2, 8)
+    assert t.gpt_config_of_run(t.Config(n_layer=2), spec) == plain(n_layer=2, block_size=8)
 
 def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     """A flag that is written differently, but has the same value, does not contradict weights."""
@@ -598,7 +597,10 @@ def test_checkpoints_of_an_earlier_version_continue(folder, finished, earlier):
     stopped = Forked(copied, arrange={"signal_at": (signal.SIGTERM, 12)})
     stopped.wait()
     path = copied / "checkpoint_00013.pt"
+    minutes = load(path)["state"]["minutes_trained"]
     torch.save(in_earlier_form(path), path)
+    converted = t.read_checkpoint(path)["state"]
+    assert converted["minutes_trained"] == minutes > 0 and "minutes" not in converted
     run = succeed(Forked(copied))
     assert "from step 13 on" in run.out and "was edited" not in run.out
     assert_same_logs(copied, finished)

@@ -674,7 +674,7 @@ def test_first_updates_of_another_size_are_noted(tmp_path):
     assert notes({"w": 1.5, "x": 0.7, "z": 5.0}) == []
     note, = notes({"w": 0.44, "x": 0.4402, "y": 2.0})
     assert "0.44 times as large: w and 1 more; 10 times as large: y. The upd" in note
-    assert "no update at all: w and 1 more. The upd" in notes({"w": 0.0, "x": 0.0})[0]
+    assert "0 times as large (no update at all): w and 1 more. The" in notes(dict(w=0.0, x=0.0))[0]
     # A gradient with a low rank makes Muon's update of some matrices smaller
     assert notes({"w": 0.44, "x": 1.0}, muon=["w", "x"]) == []
     assert len(notes({"w": 0.44, "x": 0.44}, muon=["w", "x"])) == 1
@@ -1562,11 +1562,12 @@ def test_values_in_state_that_differ_between_processes_are_noted(tmp_path):
 def test_attributes_of_state_that_differ_between_processes_are_found(monkeypatch):
     """The time and what torch synchronizes are left out."""
     def gather(everyones, mine):
+        assert mine.keys() == {"mean", "norms"}
         everyones[:] = [mine, dict(mine, mean="2.0")]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
     monkeypatch.setattr(torch.distributed, "all_gather_object", gather)
-    content = {"raw_model": {}, "minutes": 1.0, "mean": 1.0, "norms": [torch.ones(2)]}
+    content = {"raw_model": {}, "minutes_trained": 1.0, "mean": 1.0, "norms": [torch.ones(2)]}
     state = types.SimpleNamespace(state_dict=lambda: content)
     assert check_run.differs_between_processes(state) == ["mean"]
 
