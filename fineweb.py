@@ -521,7 +521,7 @@ class Place(NamedTuple):
     example, Place(2, 300, 1200) means that the next shard is made by reading file 2 from row 300
     on, where the batch starts, and leaving out the first 1,200 tokens.
     """
-    file_number: int  # index of the file in reading order; len(files) after the last, shorter shard
+    file_number: int  # index of the file in reading order; len(files) if all files are used up
     batch_start: int  # number of the first row of the batch
     offset: int       # number of tokens in the batch before the point (they may fill several rows)
 
@@ -543,12 +543,12 @@ def inputs_of_shards(cfg, files, shards):
     inputs = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return inputs
-    # If the last shard is not full, because the corpus ended, last_number is len(files). If a file
-    # is added to the corpus later, files[last_number] exists, and find_finished() sees it as an
-    # additional input (with it, the last shard would be longer)
     last_number = shards[-1].end.file_number
-    for number, (url, size) in enumerate(files[:last_number + 1]):
-        inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    for number, (url, size) in enumerate(files):
+        # If all files were used up, last_number is len(files), which is the number of any file that
+        # is added to the corpus later. It also counts, since the last shard would be longer with it
+        if number <= last_number:
+            inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return inputs
 
 def read_manifest(path):

@@ -147,17 +147,19 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore
 # draw_later() stores the std of a layer's weight as init_std. When GPT.__init__ has built all
 # layers, init_weights() draws the weights
-PLACEHOLDER = 2.0**17  # marks the elements of a weight that init_weights() still has to draw
+
+# Only for edits: code that builds a layer may set some elements of a weight itself, for example to
+# 0. To leave these alone, init_weights() draws only elements that still have this value, with which
+# draw_later() has filled the weight
+PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
 
-    For edits: after this call, you may set some elements of the weight to other values, for example
-    to 0. init_weights() keeps them, because it draws only elements that are equal to PLACEHOLDER.
-    But do not multiply or copy a weight before it is drawn. init_weights() would not draw the
-    result, and check_parameters() in part two would report this.
+    For edits: do not multiply or copy a weight before it is drawn. init_weights() would not draw
+    the result, and check_parameters() in part two would report this.
     """
     layer.weight.init_std = std
     nn.init.constant_(layer.weight, PLACEHOLDER)
@@ -225,7 +227,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
         # forward() does not call this module, but only reads its probability, self.dropout.p.
-        # For edits: because it is a module, code that sets p of all nn.Dropout modules also sets it
+        # For edits: so if you set p of all nn.Dropout modules, this also changes the attention
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -618,7 +620,8 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    # The duration of all steps but the first after each start, which may include compilation
+    # The duration of all steps, but without the first step after each start, because this one may
+    # include compilation
     minutes_trained: float = 0.0
     tokens: int = 0               # number of tokens that the model has been trained on
 
@@ -781,8 +784,8 @@ def train(run):
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (If this
-            # step is already saved, save() does nothing. Otherwise it also deletes old checkpoints,
-            # see RunFolder.prune())
+            # step is already saved, or if it is step 0 of a run from scratch, save() does nothing.
+            # Otherwise it also deletes old checkpoints, see RunFolder.prune())
             check_ranks_have_same_weights(run)
             run.folder.save(state)
         if due(cfg.eval_every, run):
@@ -838,9 +841,10 @@ def train(run):
 #     State       that of the checkpoint (restore_state). But hyperparameters of optimizers that
 #                 were edited in the code have the new values (load_optimizer)
 #
-# The first sections are in the order of the calls above. The others contain what these functions
-# and train() use: the machine, the data, weights, checkpoints, the run's folder, checks, monitoring
-# and the end of a run
+# First, two sections describe what these functions read: checkpoints and trained models. The next
+# sections contain the functions, in the order of the calls above. All other sections contain what
+# they and train() use: the machine, the data, weights, checkpoints, the run's folder, checks,
+# monitoring and the end of a run
 
 # ---- Checkpoints. A checkpoint is a dict, which is stored as a file in log_dir. checkpoint_of()
 # makes it, with these entries:
@@ -935,7 +939,8 @@ def resolve_config(flags, device=torch.device("cpu")):
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    # A preset may also contain `data`. (Values of flags are text, and make_config() converts them)
+    # The values of flags are text, which make_config() converts. (Only for edits: a preset may
+    # contain `data`, too)
     given = {"data": data} | PRESETS.get(preset_name, {}) | flags
     # To find the start, only constants such as init_from and log_dir are needed, and these never
     # come from weights
@@ -1211,11 +1216,13 @@ def steps_that_fit(cfg, start, device, loaders):
 
 def steps_for_epochs(cfg, rows_per_epoch):
     """Return the number of steps in which the data is read cfg.epochs times."""
-    def is_enough(steps):
-        return rows_before(replace(cfg, max_steps=steps), steps) >= n_rows
     n_rows = cfg.epochs * rows_per_epoch
     steps = math.ceil(n_rows / (cfg.total_batch_size // cfg.T))
-    # Only for edits: if the batch grows, the number of steps is a different one. So search for it
+
+    # Only for edits: this is the result, unless an edited rows_before() lets the batch grow. Then
+    # the result is a different number of steps, so search for the smallest one that is enough
+    def is_enough(steps):
+        return rows_before(replace(cfg, max_steps=steps), steps) >= n_rows
     while not is_enough(steps):
         steps *= 2
     return bisect.bisect_left(range(steps), True, lo=1, key=is_enough)
@@ -1600,19 +1607,16 @@ def weights_in_checkpoint(checkpoint, source):
 def gpt_config_of_run(cfg, spec=None):
     """Return the GPTConfig of the model that a command builds.
 
-    cfg: the Config of the command. If the command starts from existing weights, resolve_config()
-    has already put their n_layer, n_head and n_embd into it.
-
-    spec: the ModelSpec of these weights, or None. It provides block_size and n_vocab, which Config
-    lacks. Without it, they are T and the number of ids in the encoding.
+    spec: the ModelSpec that determines the constants. If it is None, cfg determines them. Constants
+    that the spec lacks also come from cfg. This is dropout and, for edits, any constant that did
+    not exist when the weights were trained.
     """
     # n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
                for name in asdict(GPTConfig()).keys() & asdict(cfg).keys()}
     if spec is None:
         return GPTConfig(block_size=cfg.T, n_vocab=get_encoding(cfg.encoding).n_vocab, **in_both)
-    others = {name: value for name, value in spec.model_constants.items() if name not in in_both}
-    return make_gpt_config(in_both | others, spec.source)
+    return make_gpt_config(in_both | spec.model_constants, spec.source)
 
 def make_gpt_config(constants, source):
     """Return GPTConfig(**constants). source: where the weights came from (for the error message).
@@ -1837,14 +1841,16 @@ def load_optimizer(optimizer, saved):
 def resumed_group(group, saved_group):
     """Return the group that a resumed run loads into its optimizer with load_state_dict().
 
-    It is saved_group, the group in the checkpoint, except that hyperparameters that were edited in
-    the code have the values in `group`, which the code has built. (Tensors, which may be large, are
-    not compared. They always have the saved values.)
+    It is saved_group, the group in the checkpoint. But hyperparameters that were edited in the code
+    have the values in `group`, which the code has built. For example, suppose that momentum was
+    0.95 at first, and that training had changed it to 0.9 when the checkpoint was written. Then the
+    resumed run has 0.9. But if the code now builds the group with 0.8, the resumed run has 0.8.
+
+    (Tensors, which may be large, are not compared. They always have the saved values.)
     """
     resumed = group | saved_group  # so `group` only provides what saved_group lacks
-    # The values with which the code built the group before the checkpoint was written, and those
-    # with which it has built the group now. (Some old checkpoints lack them. Only for edits: groups
-    # of an optimizer that is not in State.optimizers also lack them)
+    # In the example, 0.95 and 0.8. (Some old checkpoints lack "initial". Only for edits: groups of
+    # an optimizer that is not in State.optimizers also lack it)
     built_before, built_now = saved_group.get("initial", {}), group.get("initial", {})
     for name in built_before.keys() & built_now.keys():
         before, now = built_before[name], built_now[name]
