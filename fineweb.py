@@ -545,8 +545,9 @@ def inputs_of_shards(cfg, files, shards):
         return inputs
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files):
-        # If all files were used up, last_number is len(files), which is the number of any file that
-        # is added to the corpus later. It also counts, since the last shard would be longer with it
+        # (If the corpus ended with the last shard, last_number is the number of files at that time.
+        # A file that was added to the corpus since then has this number, and the last shard would
+        # be longer with it)
         if number <= last_number:
             inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return inputs
@@ -642,7 +643,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    to_skip = start.offset  # number of tokens in the first batch that belong to earlier shards
+    to_skip = start.offset  # number of tokens, from the first batch on, that are in earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:

@@ -23,7 +23,6 @@ what to consider when you change this file. The mark "Only for edits:" stands at
 code that only an edited copy of this file needs.
 """
 import ast
-import bisect
 import contextlib
 import copy
 import ctypes
@@ -148,9 +147,8 @@ FINETUNE = dict(
 # draw_later() stores the std of a layer's weight as init_std. When GPT.__init__ has built all
 # layers, init_weights() draws the weights
 
-# Only for edits: code that builds a layer may set some elements of a weight itself, for example to
-# 0. To leave these alone, init_weights() draws only elements that still have this value, with which
-# draw_later() has filled the weight
+# The value of all elements of a weight that is not drawn yet. (For edits: if code that builds a
+# layer sets some elements to other values, for example to 0, init_weights() leaves them alone)
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -1216,16 +1214,16 @@ def steps_that_fit(cfg, start, device, loaders):
 
 def steps_for_epochs(cfg, rows_per_epoch):
     """Return the number of steps in which the data is read cfg.epochs times."""
-    n_rows = cfg.epochs * rows_per_epoch
-    steps = math.ceil(n_rows / (cfg.total_batch_size // cfg.T))
-
-    # Only for edits: this is the result, unless an edited rows_before() lets the batch grow. Then
-    # the result is a different number of steps, so search for the smallest one that is enough
     def is_enough(steps):
-        return rows_before(replace(cfg, max_steps=steps), steps) >= n_rows
+        return rows_before(replace(cfg, max_steps=steps), steps) >= cfg.epochs * rows_per_epoch
+    # A division would be sufficient, except for edits that let the batch grow. So count up or down
+    # from its result
+    steps = math.ceil(cfg.epochs * rows_per_epoch * cfg.T / cfg.total_batch_size)
     while not is_enough(steps):
-        steps *= 2
-    return bisect.bisect_left(range(steps), True, lo=1, key=is_enough)
+        steps += 1
+    while steps > 1 and is_enough(steps - 1):
+        steps -= 1
+    return steps
 
 def build_run(cfg, start, device, loaders, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
@@ -1842,14 +1840,15 @@ def resumed_group(group, saved_group):
     """Return the group that a resumed run loads into its optimizer with load_state_dict().
 
     It is saved_group, the group in the checkpoint. But hyperparameters that were edited in the code
-    have the values in `group`, which the code has built. For example, suppose that momentum was
-    0.95 at first, and that training had changed it to 0.9 when the checkpoint was written. Then the
-    resumed run has 0.9. But if the code now builds the group with 0.8, the resumed run has 0.8.
+    have the values in `group`, which the code has built. For example, suppose that the code built
+    the group with momentum=0.95, and that training had changed this to 0.97 when the checkpoint was
+    written. Then the resumed run has 0.97. But if the code now builds the group with 0.9, the
+    resumed run has 0.9.
 
     (Tensors, which may be large, are not compared. They always have the saved values.)
     """
     resumed = group | saved_group  # so `group` only provides what saved_group lacks
-    # In the example, 0.95 and 0.8. (Some old checkpoints lack "initial". Only for edits: groups of
+    # In the example, 0.95 and 0.9. (Some old checkpoints lack "initial". Only for edits: groups of
     # an optimizer that is not in State.optimizers also lack it)
     built_before, built_now = saved_group.get("initial", {}), group.get("initial", {})
     for name in built_before.keys() & built_now.keys():
@@ -2124,17 +2123,21 @@ def copy_to_host(content, old_buffers):
 def truncate_and_open_log(path, step):
     """Open log.txt for appending, after removing the lines of `step` and of later steps.
 
-    These steps will be repeated. Everything after the first such line is removed.
+    These steps will be repeated.
     """
     file = open(path, "ab", buffering=0)  # each line is visible at once
-    kept = 0  # number of bytes
+    kept = read = 0  # numbers of bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        is_complete = line.endswith(b"\n")  # a power cut may have left half a line
+        if not line.endswith(b"\n"):  # a power cut may have left half a line
+            break
+        is_after_kept = read == kept
+        read += len(line)
         # A line that does not match, for example a user's note, has no step
         match = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
-        if not is_complete or (match and int(match[1]) >= step):
-            break
-        kept += len(line)
+        # Keep everything up to the last line of an earlier step. (Only for edits: train_step() may
+        # report a value for the step after the current one, whose line then comes too early)
+        if int(match[1]) < step if match else is_after_kept:
+            kept = read
     file.truncate(kept)
     return file
 
