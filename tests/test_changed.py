@@ -253,7 +253,7 @@ def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
             ("log_dir=\"log_finetune\"", "log_dir=\"tuned\"", True),
             ("return self.c_proj(", "return -self.c_proj(", False),
             ("state.step += 1", "state.step += 2", False),
-            ("        kept += len(line)\n", "    kept += len(line)\n", False)):
+            ("            kept = read\n", "        kept = read\n", False)):
         assert old in source and (checksum(source.replace(old, new, 1)) == same) == is_same, old
     (tmp_path / "lion.py").write_text("import tiger\n")
     with_lion = checksum(source + "from lion import Lion\n")
