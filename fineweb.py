@@ -521,7 +521,7 @@ class Place(NamedTuple):
     example, Place(2, 300, 1200) means that the next shard is made by reading file 2 from row 300
     on, where the batch starts, and leaving out the first 1,200 tokens.
     """
-    file_number: int  # index of the file in reading order; len(files) if all files are used up
+    file_number: int  # index of the file in reading order; len(files) after a shorter, last shard
     batch_start: int  # number of the first row of the batch
     offset: int       # number of tokens in the batch before the point (they may fill several rows)
 
@@ -545,9 +545,9 @@ def inputs_of_shards(cfg, files, shards):
         return inputs
     last_number = shards[-1].end.file_number
     for number, (url, size) in enumerate(files):
-        # (If the corpus ended with the last shard, last_number is the number of files at that time.
-        # A file that was added to the corpus since then has this number, and the last shard would
-        # be longer with it)
+        # (If the last shard is not full, since the corpus ended, last_number is the number of files
+        # at that time. A file that was added to the corpus since then has this number, and the last
+        # shard would be longer with it)
         if number <= last_number:
             inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return inputs
@@ -643,7 +643,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    to_skip = start.offset  # number of tokens, from the first batch on, that are in earlier shards
+    to_skip = start.offset  # number of tokens at the start that belong to earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, row, tokens in results:

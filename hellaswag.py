@@ -43,10 +43,9 @@ CPU_BATCH = 1024  # tokens per forward pass on a CPU
 GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them take 1.6 GB
 
 class Prepared(NamedTuple):
-    """Q questions as rows of tokens for one model. Row 4 * q + i has ending i of question q.
+    """Q questions as rows of tokens for one model. Row number 4 * q + i has ending i of question q.
 
-    The R rows of a batch have similar lengths. So they are not consecutive, and a batch lists their
-    numbers.
+    make_batches() sorts the rows by length, so each batch lists the numbers of its R rows.
     """
     batches: list           # (row numbers, tokens (R, N), is_ending (R, N)) of each batch
     labels: torch.Tensor    # (Q,) the index of the correct ending

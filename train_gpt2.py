@@ -147,8 +147,8 @@ FINETUNE = dict(
 # draw_later() stores the std of a layer's weight as init_std. When GPT.__init__ has built all
 # layers, init_weights() draws the weights
 
-# The value of all elements of a weight that is not drawn yet. (For edits: if code that builds a
-# layer sets some elements to other values, for example to 0, init_weights() leaves them alone)
+# draw_later() sets all elements of a weight to this value, and init_weights() draws the elements
+# that still have it. (For edits: so you may set some elements to other values after draw_later())
 PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -225,7 +225,7 @@ class CausalSelfAttention(nn.Module):
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
         # forward() does not call this module, but only reads its probability, self.dropout.p.
-        # For edits: so if you set p of all nn.Dropout modules, this also changes the attention
+        # For edits: because it is a module, setting p of all nn.Dropout modules changes it, too
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -457,7 +457,7 @@ class DataLoaderLite:
         if device.type == "cuda":  # a copy from pinned memory does not block the CPU
             tokens = tokens.pin_memory()
         tokens = tokens.to(device, non_blocking=device.type == "cuda")
-        # Return copies, because validation_loss() changes y in place, and an edit may change x
+        # x and y overlap, so return copies. validation_loss() changes y in place
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
 # order_of() caches the four orders that locate() needs again and again: the order of the shards and
@@ -618,8 +618,7 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    # The duration of all steps, but without the first step after each start, because this one may
-    # include compilation
+    # The duration of all steps except the first after each start, which may include compilation
     minutes_trained: float = 0.0
     tokens: int = 0               # number of tokens that the model has been trained on
 
@@ -839,10 +838,10 @@ def train(run):
 #     State       that of the checkpoint (restore_state). But hyperparameters of optimizers that
 #                 were edited in the code have the new values (load_optimizer)
 #
-# First, two sections describe what these functions read: checkpoints and trained models. The next
-# sections contain the functions, in the order of the calls above. All other sections contain what
-# they and train() use: the machine, the data, weights, checkpoints, the run's folder, checks,
-# monitoring and the end of a run
+# Two short sections describe checkpoints and trained models. The next sections contain the
+# functions from main() to restore_checkpoint(), in the order of the calls above. All other sections
+# contain what these functions and train() use: the machine, the data, reading weights, reading
+# checkpoints, the run's folder, checks, monitoring and the end of a run
 
 # ---- Checkpoints. A checkpoint is a dict, which is stored as a file in log_dir. checkpoint_of()
 # makes it, with these entries:
@@ -1216,8 +1215,8 @@ def steps_for_epochs(cfg, rows_per_epoch):
     """Return the number of steps in which the data is read cfg.epochs times."""
     def is_enough(steps):
         return rows_before(replace(cfg, max_steps=steps), steps) >= cfg.epochs * rows_per_epoch
-    # A division would be sufficient, except for edits that let the batch grow. So count up or down
-    # from its result
+    # Only for edits: if the batch grows, a division does not give the right number. So count up or
+    # down from its result
     steps = math.ceil(cfg.epochs * rows_per_epoch * cfg.T / cfg.total_batch_size)
     while not is_enough(steps):
         steps += 1
@@ -1605,9 +1604,9 @@ def weights_in_checkpoint(checkpoint, source):
 def gpt_config_of_run(cfg, spec=None):
     """Return the GPTConfig of the model that a command builds.
 
-    spec: the ModelSpec that determines the constants. If it is None, cfg determines them. Constants
-    that the spec lacks also come from cfg. This is dropout and, for edits, any constant that did
-    not exist when the weights were trained.
+    spec: the ModelSpec that determines the constants. If it is None, cfg and its encoding determine
+    them. Constants that the spec lacks also come from cfg. These are dropout and, for edits,
+    constants that have been added to both Config and GPTConfig.
     """
     # n_layer, n_head, n_embd and dropout
     in_both = {name: getattr(cfg, name)
@@ -1841,15 +1840,16 @@ def resumed_group(group, saved_group):
 
     It is saved_group, the group in the checkpoint. But hyperparameters that were edited in the code
     have the values in `group`, which the code has built. For example, suppose that the code built
-    the group with momentum=0.95, and that training had changed this to 0.97 when the checkpoint was
-    written. Then the resumed run has 0.97. But if the code now builds the group with 0.9, the
-    resumed run has 0.9.
+    the group with momentum=0.95, and that training had changed this to 0.97 by the time the
+    checkpoint was written. Then the resumed run has 0.97. But if the code now builds the group with
+    0.9, the resumed run has 0.9.
 
     (Tensors, which may be large, are not compared. They always have the saved values.)
     """
     resumed = group | saved_group  # so `group` only provides what saved_group lacks
-    # In the example, 0.95 and 0.9. (Some old checkpoints lack "initial". Only for edits: groups of
-    # an optimizer that is not in State.optimizers also lack it)
+    # The hyperparameters as the code built them then, and as it builds them now. In the example,
+    # these are 0.95 and 0.9. (Some old checkpoints lack "initial". Only for edits: groups of an
+    # optimizer that is not in State.optimizers also lack it)
     built_before, built_now = saved_group.get("initial", {}), group.get("initial", {})
     for name in built_before.keys() & built_now.keys():
         before, now = built_before[name], built_now[name]
@@ -2029,8 +2029,8 @@ class RunFolder:
         """
         if rank() != 0:
             return
-        # The previous save may still be running. It sets saved_step at its end, and writes the
-        # content of host_buffers, which copy_to_host() overwrites. (If it fails, it prints why)
+        # The previous save may still be running. It reads host_buffers, which copy_to_host() will
+        # overwrite, and sets saved_step at its end. (If it fails, it prints why)
         self.wait_for_save()
         if state.step == self.saved_step or (state.step == 0 and self.cfg.init_from == "scratch"):
             return
@@ -2123,21 +2123,17 @@ def copy_to_host(content, old_buffers):
 def truncate_and_open_log(path, step):
     """Open log.txt for appending, after removing the lines of `step` and of later steps.
 
-    These steps will be repeated.
+    These steps will be repeated. Everything after the first such line is removed.
     """
     file = open(path, "ab", buffering=0)  # each line is visible at once
-    kept = read = 0  # numbers of bytes
+    kept = 0  # number of bytes
     for line in path.read_bytes().splitlines(keepends=True):
-        if not line.endswith(b"\n"):  # a power cut may have left half a line
-            break
-        is_after_kept = read == kept
-        read += len(line)
+        is_complete = line.endswith(b"\n")  # a power cut may have left half a line
         # A line that does not match, for example a user's note, has no step
         match = re.match(rb"(\d+) .+ (-?[\d.]+(e-\d+)?|nan|-?inf)$", line)
-        # Keep everything up to the last line of an earlier step. (Only for edits: train_step() may
-        # report a value for the step after the current one, whose line then comes too early)
-        if int(match[1]) < step if match else is_after_kept:
-            kept = read
+        if not is_complete or (match and int(match[1]) >= step):
+            break
+        kept += len(line)
     file.truncate(kept)
     return file
 

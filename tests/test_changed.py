@@ -253,7 +253,7 @@ def test_which_edits_change_the_checksum_of_the_code(tmp_path, monkeypatch):
             ("log_dir=\"log_finetune\"", "log_dir=\"tuned\"", True),
             ("return self.c_proj(", "return -self.c_proj(", False),
             ("state.step += 1", "state.step += 2", False),
-            ("            kept = read\n", "        kept = read\n", False)):
+            ("    file.truncate(kept)\n", "        file.truncate(kept)\n", False)):
         assert old in source and (checksum(source.replace(old, new, 1)) == same) == is_same, old
     (tmp_path / "lion.py").write_text("import tiger\n")
     with_lion = checksum(source + "from lion import Lion\n")
@@ -451,7 +451,7 @@ def test_weights_are_used_by_a_model_without_dropout(monkeypatch):
     plain = dataclasses.make_dataclass("Plain", [(f.name, f.type, f.default) for f in names])
     monkeypatch.setattr(t, "GPTConfig", plain)
     spec = t.ModelSpec("x", {"n_layer": 2, "block_size": 8}, "bytes")
-    assert t.gpt_config_of_run(t.Config(n_layer=2), spec) == plain(n_layer=2, block_size=8)
+    assert t.gpt_config_of_run(t.Config(n_layer=5), spec) == plain(n_layer=2, block_size=8)
 
 def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     """A flag that is written differently, but has the same value, does not contradict weights."""
@@ -765,9 +765,11 @@ def test_the_steps_of_epochs_follow_a_batch_that_depends_on_max_steps(monkeypatc
     def rows_before(cfg, step):
         return step + max(0, step - cfg.max_steps // 2)
     monkeypatch.setattr(t, "rows_before", rows_before)
-    cfg = t.Config(epochs=2, max_steps=1000)
-    steps = t.steps_for_epochs(cfg, rows_per_epoch=30)
-    assert rows_before(dataclasses.replace(cfg, max_steps=steps), steps) == 60
+    for rows_per_step in (1, 512):  # without the edit. So the first guess is too high or too low
+        cfg = t.Config(epochs=2, max_steps=1000, T=1, total_batch_size=rows_per_step)
+        steps = t.steps_for_epochs(cfg, rows_per_epoch=30)
+        assert rows_before(dataclasses.replace(cfg, max_steps=steps), steps) == 60
+        assert rows_before(dataclasses.replace(cfg, max_steps=steps - 1), steps - 1) < 60
 
 def masked(arrange, _):
     """Count only the first (n % 5) * 4 targets of row n.
