@@ -321,9 +321,10 @@ def read_batches(urls, start_file, start_row):
     if a file cannot be read.
     """
     import fsspec  # datasets and torch depend on it, so it is always installed
-    row = start_row  # the first row of the current batch
     for file_number in range(start_file, len(urls)):
         url = urls[file_number]
+        first_row = start_row if file_number == start_file else 0  # the first row to read
+        batch_start = first_row  # the first row of the current batch
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
@@ -332,20 +333,19 @@ def read_batches(urls, start_file, start_row):
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
             with filesystem.open(path, block_size=32 << 20, compression="infer") as file:
-                for raw_rows in read_rows(file, row):
+                for raw_rows in read_rows(file, first_row):
                     for raw_row in raw_rows:
                         texts.append(text_of(raw_row))
-                    yield file_number, row, texts
-                    row += len(texts)
+                    yield file_number, batch_start, texts
+                    batch_start += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
             # len(texts) rows of the current batch could be read, and the next one could not. The
             # message counts rows from 1, as text editors do
-            failed_row = row + len(texts) + 1
+            failed_row = batch_start + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{summary_of(e)}): repair the file or the network, and repeat the "
                             f"command to resume.") from None
-        row = 0  # the next file is read from its start
 
 def read_parquet_rows(file, first_row):
     """Yield lists of texts, as bytes or None, starting at row `first_row` of a parquet file."""
@@ -481,16 +481,17 @@ def start_workers(nprocs, encoding_name):
 def tokenize_all(batches, nprocs, encoding_name):
     """Tokenize batches in nprocs worker processes.
 
-    Yield (file number, row, tokens (n,)) for each (file number, row, texts), in the same order.
+    Yield (file number, first row, tokens (n,)) for each (file number, first row, texts), in the
+    same order.
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
     workers = start_workers(nprocs, encoding_name)
     idle_workers = deque(workers)  # a deque is thread-safe
 
-    def tokenize_in_worker(file_number, row, texts):
+    def tokenize_in_worker(file_number, first_row, texts):
         worker = idle_workers.popleft()  # not empty: there are as many workers as threads
         try:
-            return file_number, row, worker.tokenize(texts)
+            return file_number, first_row, worker.tokenize(texts)
         finally:
             idle_workers.append(worker)
 
@@ -521,7 +522,7 @@ class Place(NamedTuple):
     example, Place(2, 300, 1200) means that the next shard is made by reading file 2 from row 300
     on, where the batch starts, and leaving out the first 1,200 tokens.
     """
-    file_number: int  # index of the file in reading order; len(files) after a shorter, last shard
+    file_number: int  # index of the file in reading order
     batch_start: int  # number of the first row of the batch
     offset: int       # number of tokens in the batch before the point (they may fill several rows)
 
@@ -529,27 +530,26 @@ class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
     name: str       # name of its file
     tokens: int     # number of tokens in it
+    is_full: bool   # whether it has shard_size tokens; if not, the corpus ends with it
     documents: int  # number of documents that start in it
     end: Place
 
 def inputs_of_shards(cfg, files, shards):
     """Return everything that determines the content of these Shards, as {name: value}.
 
-    This is shard_size, the encoding, and the name and size of each file up to the one in which the
-    last shard ends. The manifest contains it, and find_finished() compares it with that of a later
-    command.
+    This is shard_size, the encoding, and the name and size of each file from which they were made.
+    The manifest contains it, and find_finished() compares it with that of a later command.
     files: [(path or URL, size in bytes)] of the whole corpus
     """
     inputs = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
     if not shards:
         return inputs
-    last_number = shards[-1].end.file_number
-    for number, (url, size) in enumerate(files):
-        # (If the last shard is not full, since the corpus ended, last_number is the number of files
-        # at that time. A file that was added to the corpus since then has this number, and the last
-        # shard would be longer with it)
-        if number <= last_number:
-            inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
+    if shards[-1].is_full:
+        n_files = shards[-1].end.file_number + 1  # up to the file in which this shard ends
+    else:
+        n_files = len(files)  # the corpus ended. With an additional file, the shard would be longer
+    for number, (url, size) in enumerate(files[:n_files]):
+        inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return inputs
 
 def read_manifest(path):
@@ -561,8 +561,9 @@ def read_manifest(path):
         inputs = dict(content["settings"])
         shards = []
         for entry in content["shards"]:
+            tokens = int(entry["tokens"])
             end = Place(int(entry["file"]), int(entry["row"]), int(entry["used"]))
-            shards.append(Shard(str(entry["name"]), tokens=int(entry["tokens"]),
+            shards.append(Shard(str(entry["name"]), tokens, is_full=tokens == inputs["shard_size"],
                                 documents=int(entry["documents"]), end=end))
         return inputs, shards
     except (OSError, ValueError, KeyError, TypeError) as e:
@@ -636,17 +637,20 @@ def find_finished(cfg, files):
 def cut_shards(results, shard_size, dtype, start, n_files):
     """Cut tokens into shards; yield the tokens (n,) of each shard and the Place at its end.
 
-    results: (file number, row, tokens) for each batch, starting at the row of `start`.
+    results: (file number, first row, tokens) for each batch, starting with the batch of `start`.
     start: the Place at which the first shard starts.
-    n_files: the number of files. A last shard that is not full ends at Place(n_files, 0, 0).
+    n_files: the number of files. If the last shard is not full, the Place at its end is the end of
+    the corpus, Place(n_files, 0, 0).
     The yielded array is overwritten with the next shard.
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    to_skip = start.offset  # number of tokens at the start that belong to earlier shards
+    # Number of tokens at the start that belong to earlier shards. They are all in the first batch,
+    # unless another version of this script, with a different BATCH_BYTES, has made these shards
+    to_skip = start.offset
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
-        for file_number, row, tokens in results:
+        for file_number, first_row, tokens in results:
             n_skipped = min(to_skip, len(tokens))
             to_skip -= n_skipped
             position = n_skipped  # the index of the next token to copy
@@ -657,7 +661,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
                 position += len(part)
                 bar.update(len(part))
                 if filled == shard_size:
-                    yield buffer, Place(file_number, row, offset=position)
+                    yield buffer, Place(file_number, batch_start=first_row, offset=position)
                     filled = 0
                     bar.reset()
     if filled:
@@ -686,7 +690,8 @@ def add_shards(cfg, files, finished):
             name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
             documents = int(np.count_nonzero(tokens == encoding.eot_token))
             write_into_local_dir(cfg, name, lambda file: write_array(file, tokens))
-            shards.append(Shard(name, tokens=len(tokens), documents=documents, end=end))
+            shards.append(Shard(name, len(tokens), is_full=len(tokens) == cfg.shard_size,
+                                documents=documents, end=end))
             write_manifest(cfg, files, shards)
             tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents")
             if len(shards) == cfg.max_shards:
@@ -705,7 +710,7 @@ def make_shards(cfg):
     lock = lock_folder(folder)  # noqa: F841  the lock lasts until this function returns
     remove_unfinished(folder)
     finished = find_finished(cfg, files)
-    corpus_is_done = bool(finished) and finished[-1].end.file_number == len(files)
+    corpus_is_done = bool(finished) and not finished[-1].is_full
     made = []
     if not corpus_is_done and (cfg.max_shards == 0 or len(finished) < cfg.max_shards):
         made = add_shards(cfg, files, finished)

@@ -18,9 +18,10 @@ memory.
 on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
-what long runs need in practice. Comments with the mark "For edits:" tell you
-what to consider when you change this file. The mark "Only for edits:" stands at
-code that only an edited copy of this file needs.
+what long runs need in practice. Part three is what only edited copies of this
+file need. Where parts one and two contain such code, it has the mark "Only for
+edits:". Comments with the mark "For edits:" tell you what to consider when you
+change this file.
 """
 import ast
 import contextlib
@@ -143,21 +144,20 @@ FINETUNE = dict(
 
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
-# the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() stores the std of a layer's weight as init_std. When GPT.__init__ has built all
-# layers, init_weights() draws the weights
-
-# draw_later() sets all elements of a weight to this value, and init_weights() draws the elements
-# that still have it. (For edits: so you may set some elements to other values after draw_later())
-PLACEHOLDER = 2.0**17
+# the other layers. But a layer does not know its full name while it is being built. So there are
+# two steps. When a layer is built, draw_later() stores the std of its weight, and fills the weight
+# with PLACEHOLDER. When GPT.__init__ has built all layers, init_weights() replaces each PLACEHOLDER
+# by a random number
+#
+# For edits: after draw_later(), you may set some elements of a weight to other values. They keep
+# these values. But do not multiply or copy a weight before it is drawn. check_parameters() would
+# report this, because init_weights() would not find PLACEHOLDER in the result
+PLACEHOLDER = 2.0**17  # no initial weight has this value by chance
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
-
-    For edits: do not multiply or copy a weight before it is drawn. init_weights() would not draw
-    the result, and check_parameters() in part two would report this.
     """
     layer.weight.init_std = std
     nn.init.constant_(layer.weight, PLACEHOLDER)
@@ -172,7 +172,7 @@ def init_weights(model, seed):
     The random numbers depend only on the seed and on the names of the weights.
     """
     for name, p in model.named_parameters():
-        if hasattr(p, "init_std"):
+        if hasattr(p, "init_std"):  # set by draw_later()
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
@@ -383,20 +383,21 @@ def build_model(cfg, gpt_config):
 
 # ---- Data
 class DataLoaderLite:
-    """Cuts shards into numbered rows, and returns any of them by number.
+    """Cuts shards into rows, and returns any row by its number in the order of training.
 
     A row has T + 1 tokens. The model reads the first T tokens and predicts the last T. The rows of
     a shard begin at its tokens 0, T, 2 T and so on, so the last token of a row is also the first
     token of the next one.
 
     An epoch reads each row once, one shard after another. With `shuffle`, both the order of the
-    shards and the order of the rows in a shard are random, and are drawn from (seed, epoch). Rows
-    are numbered in the order in which training reads them, over all epochs. For example, if the
-    shards have 12 rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same
-    rows, in a different order, as row numbers 12 to 23.
+    shards and the order of the rows in a shard are random, and are drawn from (seed, epoch). Row
+    numbers count the rows that training reads, over all epochs. For example, if the shards have 12
+    rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows, in a
+    different order, as row numbers 12 to 23.
 
-    With `recut`, which is used for text files if they are shuffled, rows begin at different tokens
-    in each epoch. So even a small text yields new rows in each epoch.
+    With `recut`, which is used for text files if they are shuffled, the rows of epoch 0 begin as
+    described above. In each later epoch, they begin up to T - 1 tokens earlier, so that even a
+    small text yields new rows. (Only the first row of a shard still begins at token 0.)
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -409,10 +410,15 @@ class DataLoaderLite:
         self.lengths = [len(tokens_of_shard(shard)) for shard in shards]
         self.rows_in_shard = np.array([max(0, length - 1) // T for length in self.lengths])
         self.rows_per_epoch = int(self.rows_in_shard.sum())
-        self.loaded_shard, self.loaded_tokens = None, None  # index and ids of the shard last read
+        # The index and the token ids of the shard from which the latest row was read. It is kept
+        # open, since the next row is most often in the same shard
+        self.open_shard, self.open_tokens = None, None
 
     def locate(self, row):
-        """Return the shard (its index) and the token at which a row begins. row: the row number."""
+        """Return the shard (its index) and the token at which a row begins. row: the row number.
+
+        order_of() is cached, so this is fast.
+        """
         # The comments at the ends of the lines give an example: row number 765, where T is 8, and
         # shards 0, 1 and 2 have 30, 50 and 40 rows
         epoch, n_read_in_epoch = divmod(row, self.rows_per_epoch)  # 765 = 6 * 120 + 45, so 6 and 45
@@ -423,14 +429,15 @@ class DataLoaderLite:
         n_rows = int(self.rows_in_shard[shard])                    # 30
         n_read_before_shard = int(ends[i]) - n_rows                # 70 - 30 = 40
         n_read_in_shard = n_read_in_epoch - n_read_before_shard    # 45 - 40 = 5
-        # The order of the rows in shard 0 is random. Suppose that its element with index 5 is 17
+        # The order in which this epoch reads the 30 rows of shard 0. In the example, its element
+        # with index 5 is 17: it reads the row that begins at token 17 * T
         order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8 = 136
         if self.recut:
-            # In this epoch, all rows but the first one of the shard begin `shift` tokens earlier,
-            # where shift < T. For example, with T = 8 and shift = 3, rows begin at tokens 0, 5, 13,
-            # 21 and so on (so the first two overlap)
-            shift = int(0.618 * epoch * self.T) % self.T  # very different in consecutive epochs
+            # In this epoch, rows begin `shift` tokens earlier. For example, with T = 8 and shift =
+            # 3, they begin at tokens 0 (instead of -3), 5, 13, 21 and so on. The factor 0.618, from
+            # the golden ratio, makes the shifts of consecutive epochs very different
+            shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
 
@@ -442,9 +449,9 @@ class DataLoaderLite:
         tokens = np.empty((B, self.T + 1), dtype=np.int64)
         for b in range(B):
             shard, start = self.locate(row + b)
-            if shard != self.loaded_shard:
-                self.loaded_shard, self.loaded_tokens = shard, tokens_of_shard(self.shards[shard])
-            tokens[b] = self.loaded_tokens[start:start + self.T + 1]
+            if shard != self.open_shard:
+                self.open_shard, self.open_tokens = shard, tokens_of_shard(self.shards[shard])
+            tokens[b] = self.open_tokens[start:start + self.T + 1]
             if tokens[b].max() >= self.n_vocab:
                 raise UserError(f"{self.shards[shard]} contains the id {tokens[b].max()}, but the "
                                 f"encoding has only {self.n_vocab} ids. Set --encoding to the "
@@ -487,8 +494,7 @@ def rows_of_step(cfg, step):
 def get_lr(step, cfg):
     """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr.
 
-    This is the learning rate of AdamW. That of Muon is muon_lr_ratio times as high (see
-    configure_optimizers() and step_optimizers()).
+    AdamW uses this learning rate. Muon uses muon_lr_ratio times this learning rate.
     """
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
@@ -518,8 +524,8 @@ class Muon(torch.optim.Optimizer):
 
     A few directions dominate the gradient of a matrix. Muon gives all directions about the same
     magnitude, so that the model also learns from weak ones. The factor 0.2 sqrt(longer side) makes
-    its updates as large as those of AdamW, so both can share a learning rate (Liu et al. 2025,
-    section 2.2).
+    its updates as large as those of AdamW, so learning rates that suit AdamW also suit Muon, or
+    are at least of the right order of magnitude (Liu et al. 2025, section 2.2).
 
     params: pairs (name, matrix). torch.optim.Optimizer stores the names in "param_names".
     dtype: the dtype in which newton_schulz() computes.
@@ -538,7 +544,8 @@ class Muon(torch.optim.Optimizer):
         average = self.state[p]["momentum_buffer"]
         # a.lerp(b, w) is (1 - w) * a + w * b
         average.lerp_(p.grad, 1 - momentum)     # momentum * average + (1 - momentum) * p.grad
-        ahead = p.grad.lerp(average, momentum)  # (1 - momentum) * p.grad + momentum * average
+        # With the new average and the same gradient, the same formula gives the next average
+        ahead = p.grad.lerp(average, momentum)  # momentum * average + (1 - momentum) * p.grad
         return ahead.to(self.dtype)
 
     @torch.no_grad()
@@ -567,8 +574,7 @@ class Muon(torch.optim.Optimizer):
 def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     """Return [AdamW] or, with optimizer="muon", [AdamW, Muon].
 
-    Muon updates the matrices in the blocks, and AdamW all other parameters. Each parameter group is
-    built with the highest learning rate that it will have during training (see step_optimizers).
+    Muon updates the matrices in the blocks, and AdamW all other parameters.
 
     raw_model: the GPT, without the DDP wrapper. muon_dtype: the dtype in which Muon orthogonalizes.
     """
@@ -590,7 +596,9 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]  # step_optimizers() changes lr, but not peak_lr
+            # The learning rate that the group has in those steps in which get_lr() is max_lr. In
+            # the other steps, step_optimizers() scales it
+            group["peak_lr"] = group["lr"]
     return optimizers
 
 # ---- Training
@@ -600,16 +608,19 @@ class State:
 
     Everything that later steps depend on, apart from constants and data, must be an attribute of
     this class. For edits: add your own attributes here, either as fields, like `tokens` below, or
-    in a method __post_init__(), which may use the weights with which the run begins. For example,
-    this adds an average of the weights, which train_step() then has to update:
+    in a method __post_init__(). For example, this adds an average of the weights, which
+    train_step() then has to update:
 
         def __post_init__(self):
             self.average = torch.optim.swa_utils.AveragedModel(self.raw_model)
 
+    In a new run, __post_init__() finds the weights with which training begins. In a resumed run, it
+    finds initial weights, but what it computes from them is replaced by what the checkpoint
+    contains.
+
     An attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict() and load_state_dict(), or a list of such objects. Any other type causes an error
-    before the first step. (A resumed run also calls __post_init__(), and then replaces all weights
-    and attributes by those of the checkpoint.)
+    before the first step.
 
     raw_model is the GPT without the DDP wrapper. With torch.compile, build_run() compiles it in
     place: it remains the same object, and raw_model(idx) runs the compiled code.
@@ -618,7 +629,8 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    # The duration of all steps except the first after each start, which may include compilation
+    # The duration of all steps, without the first one after each start: it may include the time
+    # that compilation takes
     minutes_trained: float = 0.0
     tokens: int = 0               # number of tokens that the model has been trained on
 
@@ -653,7 +665,7 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
-    hellaswag_data: object        # HellaSwag's questions (a hellaswag.Prepared); None if it is off
+    hellaswag_data: object        # a hellaswag.Prepared; None if HellaSwag is off or not available
     folder: "RunFolder | None"    # writes to log_dir; None in steps_that_fit()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
@@ -694,7 +706,7 @@ def read_step(run):
     change inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
-    check_B_divides_rows(cfg, step)  # Only for edits: rows_before() may have been edited
+    check_B_divides_rows(cfg, step)  # Only for edits: rows_before() may have been edited (part 3)
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
     first_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
@@ -702,16 +714,17 @@ def read_step(run):
 def train_step(run):
     """Take one optimizer step. Return this process's part of the loss, and the gradient's norm.
 
-    The loss of the step is the sum of these parts over all processes. The norm is measured before
-    clipping, and is the same in all processes. Both values are tensors on the device, so that
-    train() waits for the GPU only once per step. (In float16, this function also waits, since
-    GradScaler has to know whether a gradient overflowed.)
+    The loss of the step is the sum of these parts over all processes. The norm is that of the
+    step's gradient, before it is clipped. It is the same in all processes.
+
+    Both values are tensors on the device, so that train() waits for the GPU only once per step. (In
+    float16, this function also waits, since GradScaler has to know whether a gradient overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
     # The number of targets in all processes. (Only for edits: read_step() may mask some of them)
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
-    loss_of_rank = torch.zeros((), device=run.device)
+    part_of_loss = torch.zeros((), device=run.device)
     ddp_model.train()
     for i, (row, x, y) in enumerate(batches):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
@@ -731,7 +744,7 @@ def train_step(run):
             # Gradients of micro-batches are added up, but DDP takes the mean over the processes,
             # not their sum. So multiply by world_size()
             state.scaler.scale(part * world_size()).backward()
-        loss_of_rank = loss_of_rank + part.detach()
+        part_of_loss = part_of_loss + part.detach()
         state.tokens += x.numel() * world_size()
     ddp_model.eval()
     for optimizer in state.optimizers:
@@ -743,19 +756,17 @@ def train_step(run):
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
     state.step += 1
-    return loss_of_rank, norm
+    return part_of_loss, norm
 
 def step_optimizers(state, cfg, norm):
-    """Set the learning rates, update the weights, and clear the gradients.
-
-    The learning rate of each group follows the curve of get_lr(), scaled so that its highest value
-    is peak_lr, the lr that configure_optimizers() has set.
-    """
+    """Set the learning rates, update the weights, and clear the gradients."""
     # In float16, a gradient may overflow. Then no optimizer takes a step. (GradScaler.step() would
     # decide this for each optimizer by itself, so AdamW might take a step and Muon might not)
     overflowed = state.scaler.is_enabled() and not norm.isfinite()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
+            # For AdamW, peak_lr is max_lr, so this is get_lr(). For Muon, it is muon_lr_ratio times
+            # as high
             group["lr"] = group["peak_lr"] * get_lr(state.step, cfg) / cfg.max_lr
         if not overflowed:
             state.scaler.step(optimizer)
@@ -797,13 +808,14 @@ def train(run):
         if step >= cfg.max_steps:
             break
         start = time.perf_counter()
-        loss_of_rank, norm = train_step(run)
+        part_of_loss, norm = train_step(run)
         # Each list has one value per process. The CPU waits for the GPU here
-        losses, norms, signals = gather_from_ranks(loss_of_rank, norm, run.signal_came.is_set())
+        parts, norms, signals = gather_from_ranks(part_of_loss, norm, run.signal_came.is_set())
         record_duration(run, time.perf_counter() - start)
-        # train_step() has incremented state.step, so `step` is the step that was just taken
-        check_step(run, step, loss=sum(losses), norms=norms)
-        report_step(run, step, loss=sum(losses), norm=norms[0])  # norms are equal
+        # train_step() has incremented state.step, so `step` is the step that was just taken.
+        # check_step() ends the run if the loss has diverged, or if the norms are not equal
+        check_step(run, step, loss=sum(parts), norms=norms)
+        report_step(run, step, loss=sum(parts), norm=norms[0])
         stopped = any(signals)
     finish(run, stopped)
 
@@ -833,15 +845,16 @@ def train(run):
 #     constants   those of the command. The ones that affect training must be as before, except
 #                 that max_steps may grow (check_same_training)
 #     data        that of the command. It must be the same as before (check_same_training)
-#     code        that of today. If it was edited, find_warnings() reports this. But if the run is
-#                 finished, edited code is an error (check_code_of_finished_run)
-#     State       that of the checkpoint (restore_state). But hyperparameters of optimizers that
-#                 were edited in the code have the new values (load_optimizer)
+#     code        that of today. If it was edited, the run continues with a warning. But if the run
+#                 has no steps left, edited code is an error, since it would only evaluate a model
+#                 that other code has trained (check_code_of_finished_run)
+#     State       that of the checkpoint (restore_state). But if hyperparameters of an optimizer
+#                 were edited in the code, they have their new values (edited_hyperparameters)
 #
-# Two short sections describe checkpoints and trained models. The next sections contain the
-# functions from main() to restore_checkpoint(), in the order of the calls above. All other sections
-# contain what these functions and train() use: the machine, the data, reading weights, reading
-# checkpoints, the run's folder, checks, monitoring and the end of a run
+# Two short sections describe checkpoints and trained models. The next sections contain main() and
+# the functions that it calls until train() begins. The sections after them contain what these
+# functions and train() use: the machine, the data, reading weights, reading checkpoints, the run's
+# folder, monitoring and the end of a run
 
 # ---- Checkpoints. A checkpoint is a dict, which is stored as a file in log_dir. checkpoint_of()
 # makes it, with these entries:
@@ -863,7 +876,8 @@ class ModelSpec:
     """What is known about a trained model, apart from its weights."""
     source: str                # the file, folder or hub name that the model comes from
     # {name: value} of the constants in GPTConfig, without dropout, which belongs to the training
-    # and not to the model. For edits: if you add a constant to GPTConfig, older weights lack it
+    # and not to the model. (Only for edits: weights that are older than a constant lack it. Then
+    # gpt_config_of_run() takes it from Config)
     model_constants: dict
     encoding_name: str | None  # None if it is unknown
 
@@ -919,14 +933,13 @@ PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 def resolve_config(flags, device=torch.device("cpu")):
     """Return the Config, the StartingPoint, and the text to print first. flags: {name: text}.
 
-    The value of a constant is the last one in this list:
+    The value of a constant comes from the last of these sources that has it:
 
-    1. the default in Config;
-    2. with the preset FINETUNE, a max_lr and a T that suit the model in init_from;
-    3. the value in the preset;
-    4. the flag;
-    5. the value that belongs to the weights from which the command starts, for example their
-       n_layer. Raise UserError if a flag has a different value.
+    1. Config, where it has a default;
+    2. the preset;
+    3. the flags;
+    4. the weights from which the command starts, if there are any (see values_from_weights). Raise
+       UserError if a flag has a different value than they have.
 
     Finally, B is lowered if it does not divide a process's share of the batch.
     """
@@ -936,18 +949,15 @@ def resolve_config(flags, device=torch.device("cpu")):
         flags = {"epochs": "0", "minutes": "0"} | flags
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    # The values of flags are text, which make_config() converts. (Only for edits: a preset may
-    # contain `data`, too)
-    given = {"data": data} | PRESETS.get(preset_name, {}) | flags
-    # To find the start, only constants such as init_from and log_dir are needed, and these never
-    # come from weights
+    given = {"data": data} | PRESETS.get(preset_name, {}) | flags  # sources 2 and 3
+    # find_start() only needs constants that never come from weights, such as init_from and log_dir
     start = find_start(make_config(Config, given), device)
-    suggested, fixed = values_from_weights(start.spec, preset_name)
-    cfg = make_config(Config, suggested | given | fixed)
+    from_weights = values_from_weights(start.spec, preset_name, given)
+    # make_config() also converts the values of flags, which are text
+    cfg = make_config(Config, given | from_weights)
     text = note + describe_preset(preset_name, cfg)
     if start.spec:
         check_flags_against_weights(flags, cfg, start.spec.source)
-        from_weights = (suggested.keys() - given.keys()) | fixed.keys()
         text += "\n" + describe_values(start.spec.source, cfg, from_weights)
     if not cfg.sample:
         check_config(cfg)
@@ -990,17 +1000,18 @@ class StartingPoint:
         anything else   resumed run   set    None      set
         any             --sample      set    set       None
 
-    With init_from=scratch, Config determines the model's constants, even in a resumed run. So if
-    n_layer, for example, was edited in Config, check_same_training() finds that it differs from the
-    n_layer in the checkpoint, and reports both values.
+    With any other init_from than scratch, `spec` describes the model in init_from, which determines
+    the constants of the model to train. A resumed run gets `spec` from its checkpoint, because
+    init_from may not exist any longer.
 
-    With any other init_from, the model's constants are those of the model in init_from, which
-    `spec` describes. A resumed run gets `spec` from its checkpoint, because init_from may not exist
-    any longer.
+    With init_from=scratch, Config alone determines the constants of the model. So `spec` is None
+    even in a resumed run. If, for example, n_layer was edited in Config, its value thus differs
+    from that in the checkpoint, and check_same_training() reports both values.
 
-    With init_from=scratch, --sample uses the weights in log_dir, and `spec` describes their model.
+    With --sample, `spec` describes the model to sample from. With init_from=scratch, this is the
+    one in log_dir.
     """
-    spec: ModelSpec | None = None   # determines the model's constants (if None, Config does)
+    spec: ModelSpec | None = None   # the model that determines constants in Config, if there is one
     weights: Weights | None = None  # to load into the model
     checkpoint: dict | None = None  # to restore State from
 
@@ -1047,38 +1058,39 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 # ---- Constants in Config that existing weights determine, and checks of all constants
-def values_from_weights(spec, preset_name):
-    """Return two dicts {name: value} for Config: values that suit the weights, and fixed values.
+def values_from_weights(spec, preset_name, given):
+    """Return {name: value} of the constants in Config that existing weights determine.
 
-    With the preset FINETUNE, there are good values of max_lr and T for fine-tuning these weights.
-    The preset and flags may override them. The fixed values are the encoding, if it is known, and
-    all constants that are also in GPTConfig, except dropout. (T is not fixed, since rows may be
-    shorter than block_size.)
+    These are the encoding, if it is known, and all constants that are also in GPTConfig, except
+    dropout. (T is not among them, since rows may be shorter than block_size.) With the preset
+    FINETUNE, max_lr and T also have values that suit the weights, unless `given` contains them.
 
-    spec: the ModelSpec of the weights. If it is None, both dicts are empty.
+    spec: the ModelSpec of the weights. If it is None, the dict is empty. given: {name: value} of
+    the preset and the flags.
     """
     if spec is None:
-        return {}, {}
-    suggested, constants = {}, spec.model_constants
-    if preset_name == "FINETUNE":
-        # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
-        # max_lr is 1.3e-4. T is the largest power of two that fits into block_size, up to 1024
-        suggested = {"max_lr": 0.1 / constants["n_embd"],
-                     "T": min(1024, 2 ** int(math.log2(constants["block_size"])))}
-    names = asdict(Config()).keys()
-    fixed = {name: value for name, value in constants.items() if name in names}
+        return {}
+    constants = spec.model_constants
+    values = {name: constants[name] for name in constants.keys() & asdict(Config()).keys()}
     if spec.encoding_name:
-        fixed["encoding"] = spec.encoding_name
-    return suggested, fixed
+        values["encoding"] = spec.encoding_name
+    if preset_name == "FINETUNE" and "max_lr" not in given:
+        # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this is
+        # 1.3e-4
+        values["max_lr"] = 0.1 / constants["n_embd"]
+    if preset_name == "FINETUNE" and "T" not in given:
+        # The largest power of two that fits into block_size, up to 1024
+        values["T"] = min(1024, 2 ** int(math.log2(constants["block_size"])))
+    return values
 
 def check_flags_against_weights(flags, cfg, source):
-    """Raise UserError if a flag has a different value than cfg, because weights have fixed it.
+    """Raise UserError if a flag has a different value than cfg, because weights determine it.
 
     source: where the weights come from.
     """
-    with_flags = make_config(Config, flags)
+    values = make_config(Config, flags)  # converts the flags, which are text
     for name in flags:
-        if getattr(with_flags, name) != getattr(cfg, name):
+        if getattr(values, name) != getattr(cfg, name):
             raise UserError(f"{name} is {getattr(cfg, name)} in the weights {source}: leave out "
                             f"--{name}.")
 
@@ -1128,6 +1140,8 @@ def check_config(cfg):
 
 def fitting_B(cfg):
     """Return the largest B, at most cfg.B, that evenly divides a process's share of a batch."""
+    # (Only for edits: rows_before() may give step 0 too few rows, which check_B_divides_rows() will
+    # report. Hence max)
     rows = max(1, rows_of_step(cfg, 0) // world_size())
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
@@ -1213,15 +1227,11 @@ def steps_that_fit(cfg, start, device, loaders):
 
 def steps_for_epochs(cfg, rows_per_epoch):
     """Return the number of steps in which the data is read cfg.epochs times."""
-    def is_enough(steps):
-        return rows_before(replace(cfg, max_steps=steps), steps) >= cfg.epochs * rows_per_epoch
-    # Only for edits: if the batch grows, a division does not give the right number. So count up or
-    # down from its result
-    steps = math.ceil(cfg.epochs * rows_per_epoch * cfg.T / cfg.total_batch_size)
-    while not is_enough(steps):
+    # In this file, a division would give the number. (Only for edits: the batch may grow, and its
+    # size may depend on max_steps. So try one number after another)
+    steps = 1
+    while rows_before(replace(cfg, max_steps=steps), steps) < cfg.epochs * rows_per_epoch:
         steps += 1
-    while steps > 1 and is_enough(steps - 1):
-        steps -= 1
     return steps
 
 def build_run(cfg, start, device, loaders, folder=None):
@@ -1260,9 +1270,7 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    # Only for edits: if the run is resumed later, load_optimizer() compares these hyperparameters
-    # with those in the code, to find out what was edited in between
-    store_initial_hyperparameters(state.optimizers)
+    store_initial_hyperparameters(state.optimizers)  # for edited_hyperparameters()
     check_can_be_saved(state.state_dict())
     return state
 
@@ -1290,7 +1298,7 @@ def description(run, checkpoint):
     cfg, state = run.cfg, run.state
     dtype, compiled = pick_dtype(cfg.dtype, run.device), pick_compile(cfg.compile, run.device)
     dtype_name = str(dtype).removeprefix("torch.")
-    epochs = rows_before(cfg, cfg.max_steps) / run.train_loader.rows_per_epoch
+    n_rows = rows_before(cfg, cfg.max_steps)
     n_parameters = sum(p.numel() for p in state.raw_model.parameters())
     groups = [f"{sum(p.numel() for p in group['params']):,} in {len(group['params'])} tensors by "
               f"{type(optimizer).__name__} with decay {group.get('weight_decay', 0.0)}"
@@ -1299,8 +1307,8 @@ def description(run, checkpoint):
         "data": f"{cfg.data}: {run.folder.fingerprint}",
         "model": f"{n_parameters:,} parameters, init_from={cfg.init_from}: "
                  f"{state.raw_model.config}",
-        "training": f"{cfg.max_steps:,} steps of {describe_batch(cfg)} tokens, "
-                    f"{epochs:.2f} epochs",
+        "training": f"{cfg.max_steps:,} steps, {n_rows * cfg.T:,} tokens, "
+                    f"{n_rows / run.train_loader.rows_per_epoch:.2f} epochs",
         "optimizer": "; ".join(groups),
         "machine": f"{world_size()} x {run.device.type}, {dtype_name}, compile={compiled}, "
                    f"B={cfg.B}",
@@ -1313,15 +1321,6 @@ def description(run, checkpoint):
     if 0 < cfg.max_steps <= state.step:
         lines.append("This run is finished. It is only validated, sampled and exported again.")
     return "\n".join(lines)
-
-def describe_batch(cfg):
-    """Return the number of tokens per step as text.
-
-    Only for edits: rows_before() may let the batch grow.
-    """
-    steps = (0, max(0, cfg.max_steps - 1))
-    first, last = [f"{rows_of_step(cfg, step) * cfg.T:,}" for step in steps]
-    return first if first == last else f"{first} to {last}"
 
 # ---- Processes and the machine. torchrun starts one process per GPU and gives each a number, its
 # rank. For device, dtype and compile, "auto" selects a fast choice for this machine. If a GPU
@@ -1686,9 +1685,10 @@ def newest_checkpoint(folder):
 def newest_or_best_checkpoint(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    It is the one with the lowest validation loss, if the loss has risen since then, and otherwise
-    the newest one. (Only losses of checkpoints that still exist count.) Damaged checkpoints are
-    skipped. Return None if there is no checkpoint.
+    If the validation loss has risen, it is the one with the lowest validation loss. If the lowest
+    loss is the latest one, it is the newest checkpoint, which may be newer than this loss. (Only
+    losses of checkpoints that still exist count.) Damaged checkpoints are skipped. Return None if
+    there is no checkpoint.
     """
     found = find_checkpoints(folder)  # {step: path}, the newest first
     paths = list(found.values())
@@ -1752,18 +1752,6 @@ def restore_state(state, saved):
             # If the attribute is a tensor now, stay on its device. Otherwise use the model's device
             setattr(state, name, moved(saved_value, getattr(value, "device", device)))
 
-def check_is_complete(saved, state):
-    """Raise ValueError if State has a tensor or an object that is not in `saved`.
-
-    Only for edits: such an attribute was added after the checkpoint was written, and would keep the
-    value that it has in a new State. For example, an average of the weights would start from the
-    initial weights, and not from the restored ones. (A number or a string that was added keeps its
-    value.)
-    """
-    for name, value in vars(state).items():
-        if name not in saved and (is_stateful(value) or has_tensors(value)):
-            raise ValueError(f"the checkpoint does not contain State.{name}")
-
 def load_object(value, saved_value):
     """Load what saved_form_of() returned into an object or a list of objects."""
     if isinstance(value, list):
@@ -1780,14 +1768,6 @@ def is_stateful(value):
         return any(is_stateful(part) for part in value)
     return hasattr(value, "load_state_dict")
 
-def has_tensors(value):
-    """Return whether a value is a tensor, or a list or dict that contains one."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(has_tensors(part) for part in value)
-    return torch.is_tensor(value)
-
 def moved(content, device):
     """Return nested content with its tensors on a device."""
     if isinstance(content, dict):
@@ -1795,28 +1775,6 @@ def moved(content, device):
     if isinstance(content, (list, tuple)):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
-
-# ---- Optimizers in a checkpoint. An optimizer group holds hyperparameters such as betas. A resumed
-# run continues with the saved values, since training may have changed some of them. But if a value
-# was edited in the code after the checkpoint was written, it continues with the new value. (If a
-# constant in Config was edited, such as max_lr, check_same_training() reports it)
-#
-# To find out what was edited, each group holds a copy of the values with which the code has built
-# it, in an entry "initial", which is also saved. For example, if "initial" in the checkpoint has
-# momentum=0.95, and the code now builds the group with momentum=0.9, then this value was edited
-def store_initial_hyperparameters(optimizers):
-    """Store all hyperparameters of each optimizer group in "initial".
-
-    For edits: if training adds an optimizer or a group, call this function again. It does not
-    change groups that have "initial".
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            # Only for edits: configure_optimizers() sets peak_lr, but training may add groups
-            group.setdefault("peak_lr", group["lr"])
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
 
 def load_optimizer(optimizer, saved):
     """Load what saved_form_of() returned into an optimizer.
@@ -1831,80 +1789,14 @@ def load_optimizer(optimizer, saved):
     # groups must be moved here
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     device = parameters[0].device if parameters else None
-    groups = [resumed_group(group, moved(saved_group, device)) for group, saved_group
-              in zip(optimizer.param_groups, saved["param_groups"], strict=True)]
+    groups = []
+    for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
+        # Hyperparameters have their saved values, unless they were edited in the code. (If the
+        # checkpoint lacks one, it has the value in `group`, as the code has built it)
+        edited = edited_hyperparameters(group, saved_group)
+        groups.append(group | moved(saved_group, device) | edited)
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
-def resumed_group(group, saved_group):
-    """Return the group that a resumed run loads into its optimizer with load_state_dict().
-
-    It is saved_group, the group in the checkpoint. But hyperparameters that were edited in the code
-    have the values in `group`, which the code has built. For example, suppose that the code built
-    the group with momentum=0.95, and that training had changed this to 0.97 by the time the
-    checkpoint was written. Then the resumed run has 0.97. But if the code now builds the group with
-    0.9, the resumed run has 0.9.
-
-    (Tensors, which may be large, are not compared. They always have the saved values.)
-    """
-    resumed = group | saved_group  # so `group` only provides what saved_group lacks
-    # The hyperparameters as the code built them then, and as it builds them now. In the example,
-    # these are 0.95 and 0.9. (Some old checkpoints lack "initial". Only for edits: groups of an
-    # optimizer that is not in State.optimizers also lack it)
-    built_before, built_now = saved_group.get("initial", {}), group.get("initial", {})
-    for name in built_before.keys() & built_now.keys():
-        before, now = built_before[name], built_now[name]
-        if not has_tensors([before, now]) and before != now:
-            resumed[name] = group[name]
-    if "initial" in group:
-        resumed["initial"] = built_now  # what the next restart compares with
-    return resumed
-
-# ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
-@lru_cache
-def code_checksum():
-    """Return a CRC-32 of the code that a run depends on, without comments.
-
-    It covers three parts: this file without Config, SMALL and FINETUNE, whose values are compared
-    one by one (see check_same_training); encoding_arguments() in fineweb.py, which determines the
-    tokens of a text; and any module of your own that this file imports from its folder.
-    """
-    path = Path(__file__)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    tree = ast.parse("\n".join(lines))
-    for node in tree.body:
-        name = ""
-        if isinstance(node, ast.ClassDef):
-            name = node.name
-        elif isinstance(node, ast.Assign):
-            name = ast.unparse(node.targets[0])
-        if name in ("Config", "SMALL", "FINETUNE"):  # blank out its lines
-            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    lines += inspect.getsource(encoding_arguments).splitlines()
-    for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
-        lines += module.read_text(encoding="utf-8").splitlines()
-    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
-    return zlib.crc32("\n".join(filter(None, lines)).encode())
-
-def modules_beside(path, seen):
-    """Return the .py files that a file imports from its own folder, directly or indirectly.
-
-    seen: names of modules to leave out.
-    """
-    imported, found = set(), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported |= {node.module or alias.name for alias in node.names}
-    for name in imported - seen:
-        module = path.with_name(f"{name}.py")
-        if module.exists():
-            found |= {module, *modules_beside(module, seen | {name})}
-    return found
-
-def is_of_other_code(checksum):
-    """Return whether a checkpoint's code checksum is known and differs from the current one."""
-    return checksum not in (None, code_checksum())
 
 # ---- What may differ from before when a run is resumed. A command cannot continue another run by
 # mistake
@@ -1935,17 +1827,6 @@ def check_same_training(checkpoint, cfg, fingerprint):
     if values:
         raise UserError(f"The run in {cfg.log_dir}/ is a different one: {'; '.join(values)}. Undo "
                         "this change, or choose a different --log_dir.")
-
-def check_code_of_finished_run(checkpoint, cfg):
-    """Raise UserError if the run in log_dir was finished by different code.
-
-    The edited code would evaluate a model that it has not trained. (Edited code may continue a run
-    that has steps left. find_warnings() reports this.)
-    """
-    no_steps_left = checkpoint["state"]["step"] >= cfg.max_steps
-    if no_steps_left and is_of_other_code(checkpoint.get("code")):
-        raise UserError(f"The run in {cfg.log_dir}/ is finished, and train_gpt2.py was edited "
-                        "afterwards: undo the edit, or choose a different --log_dir.")
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another
 def lock_run_folder(log_dir):
@@ -2095,11 +1976,12 @@ def copy_to_host(content, old_buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
 
     A buffer is a tensor in host memory. The buffers are returned as a dict. The key of a buffer is
-    the address, shape, stride and dtype of the tensor that was copied into it.
+    the address, shape, stride and dtype of the tensor that was copied into it. This has two
+    advantages: tensors that share their memory, such as tied weights, share a buffer and are saved
+    only once; and the next copy, which gets the dict as old_buffers, overwrites the buffers of all
+    tensors that still have the same address, which is faster than allocating new buffers.
 
-    old_buffers: the buffers of the previous copy, or {}. Weights keep their address, so the buffer
-    of a weight is found and overwritten, which is faster than allocating a new one. Tied weights
-    have the same address, so they share a buffer and are saved only once.
+    old_buffers: the buffers of the previous copy, or {}.
     """
     buffers = {}
 
@@ -2113,7 +1995,7 @@ def copy_to_host(content, old_buffers):
         if not torch.is_tensor(part):
             return part
         key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
-        if key not in buffers:  # otherwise this tensor is tied to one that has been copied
+        if key not in buffers:  # otherwise it shares its memory with a tensor already copied
             buffer = old_buffers.get(key)
             buffer = torch.empty_like(part, device="cpu") if buffer is None else buffer
             buffers[key] = buffer.copy_(part)
@@ -2142,7 +2024,7 @@ def read_run_json(folder):
     return json.loads(Path(folder, "run.json").read_text())
 
 def read_metrics(folder):
-    """Return {metric: [(step, value), ...]} from a run's log.txt."""
+    """Return {metric: [(step, value), ...]} from a run's log.txt, as a defaultdict(list)."""
     path, metrics = Path(folder, "log.txt"), defaultdict(list)
     text = path.read_text(errors="replace") if path.exists() else ""
     # Leave out lines with nan or inf, which cannot be plotted
@@ -2150,78 +2032,6 @@ def read_metrics(folder):
         metrics[metric].append((int(step), float(value)))
     return metrics
 
-# ---- Checks for easily made mistakes that would otherwise go unnoticed, most of them in edits
-def check_parameters(raw_model, optimizers):
-    """Raise UserError unless each parameter has an initial value and is in one optimizer group.
-
-    A frozen parameter need not be in a group.
-    """
-    n_groups = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
-                       for p in group["params"])
-    for name, p in raw_model.named_parameters():
-        largest = p.abs().max()
-        if not largest.isfinite():
-            raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest >= PLACEHOLDER / 1000:  # an edit may have multiplied PLACEHOLDER by, say, 0.02
-            raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
-                            "it from another weight, before init_weights() has drawn it. Then "
-                            "move this edit to the end of GPT.__init__. If its layer was created "
-                            "after init_weights(), create it without draw_later(). A weight from "
-                            "torch.empty() must be initialized.")
-        if n_groups[id(p)] > 1 or (n_groups[id(p)] == 0 and p.requires_grad):
-            raise UserError(f"{name} is in {n_groups[id(p)]} optimizer groups: put it into one in "
-                            "configure_optimizers(), or freeze it (requires_grad=False).")
-
-def check_B_divides_rows(cfg, step):
-    """Raise UserError if the rows of a step are not a multiple of B * processes."""
-    rows = rows_of_step(cfg, step)
-    if rows < 1 or rows % (cfg.B * world_size()):
-        raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
-                        f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
-                        "--B.")
-
-def check_can_be_saved(attributes):
-    """Raise UserError if a checkpoint cannot store an attribute of State.
-
-    attributes: what state.state_dict() returned.
-    """
-    for name, value in attributes.items():
-        if (bad := unsavable_part(value)) is not None:
-            raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
-                            "checkpoint cannot store. Use numbers, strings, tensors, lists of "
-                            "these, dicts with numbers or strings as keys, or an object with "
-                            "state_dict() and load_state_dict().")
-
-def unsavable_part(content):
-    """Return the first part of nested content that cannot be loaded with weights_only=True.
-
-    Return None if there is no such part.
-    """
-    if isinstance(content, dict):
-        for key in content:
-            if not isinstance(key, (bool, int, float, str)):
-                return key
-        content = list(content.values())
-    if isinstance(content, (list, tuple)):
-        bad_parts = (unsavable_part(part) for part in content)
-        return next((bad for bad in bad_parts if bad is not None), None)
-    # A subclass of int or str, such as an Enum, cannot be loaded. So compare the exact type
-    if content is None or type(content) in (bool, int, float, str, torch.dtype):
-        return None
-    # np.number is allowed, because copy_to_host() turns it into a Python number before the save
-    return None if isinstance(content, (torch.Tensor, np.number)) else content
-
-@torch.no_grad()
-def warning_about_loss(run):
-    """Return a warning if the model's loss in eval mode is not the cross-entropy."""
-    x, y = run.val_loader.batch(0, 1, run.device)
-    with run.autocast(), torch.compiler.set_stance("force_eager"):  # do not compile for one row
-        logits, loss = run.state.eval_model(x, y)
-    excess = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
-    if abs(excess) > 1e-4 * max(1.0, loss.item()):
-        return ("val is not the cross-entropy of the logits: on one row it differs by "
-                f"{excess:+.6f}. Put a term that only training should minimize under "
-                "`if self.training`.")
 
 # ---- Monitoring. log.txt is for programs, stdout for people. Each step is checked before it is
 # reported, and the weights before they are saved
@@ -2296,25 +2106,6 @@ def problem_with_norms(step, norms):
                 "Whatever an edit adds to gradients must be the same in all processes, and a "
                 "parameter that one of them does not use (for example an idle expert) needs a "
                 "gradient of zeros.")
-    return None
-
-@torch.no_grad()
-def problem_with_weights(raw_model):
-    """Return a message if the processes have different weights, or None.
-
-    Only for edits: this happens if each process decides from its own loss whether to skip a step.
-    problem_with_norms() cannot detect this, because all processes have the same gradients.
-    """
-    if world_size() == 1:
-        return None
-    norm = nn.utils.get_total_norm(list(raw_model.parameters()))
-    norms = [torch.empty_like(norm) for _ in range(world_size())]
-    dist.all_gather(norms, norm)
-    norms = torch.stack(norms).tolist()
-    if max(norms) - min(norms) > 1e-5 * max(norms):  # allows for rounding
-        return (f"The weights of the processes have norms from {min(norms):.7g} to "
-                f"{max(norms):.7g}, so they train different models. Base the decision to "
-                "skip an update on values that are the same in all processes.")
     return None
 
 def problem_with_loss(run, step, loss, norm):
@@ -2465,7 +2256,7 @@ def hellaswag_score(run):
 def finish(run, stopped):
     """Save the last step. Unless a signal stopped the run, export a model and record the result."""
     cfg, step = run.cfg, run.state.step
-    # Only for edits: another `break` in train() may leave the last step without a validation
+    # Only for edits: if you add a `break` to train(), the last step may not have been validated
     if step < cfg.max_steps and not stopped and run.validated_step != step:
         validate(run)
     save_last_step(run)
@@ -2489,7 +2280,7 @@ def save_last_step(run):
 
 def closing_words(cfg, step):
     """Return what to tell the user at the end of a run."""
-    if step < cfg.max_steps:  # Only for edits: another `break` in train() ends a run early
+    if step < cfg.max_steps:  # Only for edits: if you add a `break` to train(), it may end early
         return (f"Ended after {step} of {cfg.max_steps} steps. To resume the run, repeat the "
                 "command.")
     if cfg.max_steps == 0:
@@ -2555,7 +2346,8 @@ def export(run):
         else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.save)
             checkpoint = checkpoint_of(run.state, run.cfg, run.folder.fingerprint)
         weights = weights_in_checkpoint(checkpoint, str(checkpoint_path or "the model"))
-        # (Only for edits: GPT.from_pretrained() would leave out what build_model() adds to a GPT)
+        # Build the model in the same way as for training. (Only for edits: build_model() may add
+        # something to the GPT, which GPT.from_pretrained() would leave out)
         model = build_model(run.cfg, run.state.raw_model.config)
         load_weights(model, weights)
         save_hugging_face(model, path / "hf", run.encoding)
@@ -2689,9 +2481,10 @@ def convert_entries(checkpoint):
 
 def move_into_state(checkpoint):
     """Move the entries that are attributes of State into a new entry, "state"."""
-    others = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
-    state = {name: value for name, value in checkpoint.items() if name not in others}
-    return {name: checkpoint[name] for name in others if name in checkpoint} | {"state": state}
+    not_in_state = ("eval_model", "gpt_config", "encoding", "constants", "data", "code")
+    state = {name: value for name, value in checkpoint.items() if name not in not_in_state}
+    rest = {name: checkpoint[name] for name in not_in_state if name in checkpoint}
+    return rest | {"state": state}
 
 def rename_to_initial(optimizers):
     """Rename the entries "as_built" and "in_code" of optimizer groups to "initial"."""
@@ -2703,6 +2496,226 @@ def rename_to_initial(optimizers):
                        if name in group]
             if entries:
                 group["initial"] = entries[-1]
+
+
+# ==== Part three: what only edited copies of this file need
+#
+# An edit works, or these functions report the problem. Parts one and two call them
+
+# ---- The code. A checkpoint contains a checksum of the code that wrote it
+@lru_cache
+def code_checksum():
+    """Return a CRC-32 of the source text that a run depends on. Comments do not count.
+
+    It covers three parts: this file without Config, SMALL and FINETUNE, whose values are compared
+    one by one (see check_same_training); encoding_arguments() in fineweb.py, which determines the
+    tokens of a text; and any module of your own that this file imports from its folder.
+    """
+    path = Path(__file__)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    tree = ast.parse("\n".join(lines))
+    for node in tree.body:
+        name = ""
+        if isinstance(node, ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Assign):
+            name = ast.unparse(node.targets[0])
+        if name in ("Config", "SMALL", "FINETUNE"):  # blank out its lines
+            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    lines += inspect.getsource(encoding_arguments).splitlines()
+    for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
+        lines += module.read_text(encoding="utf-8").splitlines()
+    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
+    return zlib.crc32("\n".join(filter(None, lines)).encode())
+
+def modules_beside(path, seen):
+    """Return the .py files that a file imports from its own folder, directly or indirectly.
+
+    seen: names of modules to leave out.
+    """
+    imported, found = set(), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {node.module or alias.name for alias in node.names}
+    for name in imported - seen:
+        module = path.with_name(f"{name}.py")
+        if module.exists():
+            found |= {module, *modules_beside(module, seen | {name})}
+    return found
+
+def is_of_other_code(checksum):
+    """Return whether a checkpoint's code checksum is known and differs from the current one."""
+    return checksum not in (None, code_checksum())
+
+def check_code_of_finished_run(checkpoint, cfg):
+    """Raise UserError if the run in log_dir was finished by different code.
+
+    The edited code would evaluate a model that it has not trained. (Edited code may continue a run
+    that has steps left. find_warnings() reports this.)
+    """
+    no_steps_left = checkpoint["state"]["step"] >= cfg.max_steps
+    if no_steps_left and is_of_other_code(checkpoint.get("code")):
+        raise UserError(f"The run in {cfg.log_dir}/ is finished, and train_gpt2.py was edited "
+                        "afterwards: undo the edit, or choose a different --log_dir.")
+
+# ---- The model, the optimizers and State, before the first step
+def check_parameters(raw_model, optimizers):
+    """Raise UserError unless each parameter has an initial value and is in one optimizer group.
+
+    A frozen parameter need not be in a group.
+    """
+    n_groups = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
+                       for p in group["params"])
+    for name, p in raw_model.named_parameters():
+        largest = p.abs().max()
+        if not largest.isfinite():
+            raise UserError(f"{name} is not finite before the first step: initialize it.")
+        if largest >= PLACEHOLDER / 1000:  # an edit may have multiplied PLACEHOLDER by, say, 0.02
+            raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
+                            "it from another weight, before init_weights() has drawn it. Then "
+                            "move this edit to the end of GPT.__init__. If its layer was created "
+                            "after init_weights(), create it without draw_later(). A weight from "
+                            "torch.empty() must be initialized.")
+        if n_groups[id(p)] > 1 or (n_groups[id(p)] == 0 and p.requires_grad):
+            raise UserError(f"{name} is in {n_groups[id(p)]} optimizer groups: put it into one in "
+                            "configure_optimizers(), or freeze it (requires_grad=False).")
+
+def check_can_be_saved(attributes):
+    """Raise UserError if a checkpoint cannot store an attribute of State.
+
+    attributes: what state.state_dict() returned.
+    """
+    for name, value in attributes.items():
+        if (bad := unsavable_part(value)) is not None:
+            raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
+                            "checkpoint cannot store. Use numbers, strings, tensors, lists of "
+                            "these, dicts with numbers or strings as keys, or an object with "
+                            "state_dict() and load_state_dict().")
+
+def unsavable_part(content):
+    """Return the first part of nested content that cannot be loaded with weights_only=True.
+
+    Return None if there is no such part.
+    """
+    if isinstance(content, dict):
+        for key in content:
+            if not isinstance(key, (bool, int, float, str)):
+                return key
+        content = list(content.values())
+    if isinstance(content, (list, tuple)):
+        bad_parts = (unsavable_part(part) for part in content)
+        return next((bad for bad in bad_parts if bad is not None), None)
+    # A subclass of int or str, such as an Enum, cannot be loaded. So compare the exact type
+    if content is None or type(content) in (bool, int, float, str, torch.dtype):
+        return None
+    # np.number is allowed, because copy_to_host() turns it into a Python number before the save
+    return None if isinstance(content, (torch.Tensor, np.number)) else content
+
+# ---- Resuming a run after an edit
+def check_is_complete(saved, state):
+    """Raise ValueError if State has a tensor or an object that is not in `saved`.
+
+    Such an attribute was added after the checkpoint was written, and would keep the value that it
+    has in a new State. For example, an average of the weights would start from the initial weights,
+    and not from the restored ones. (A number or a string that was added keeps its value.)
+    """
+    for name, value in vars(state).items():
+        if name not in saved and (is_stateful(value) or has_tensors(value)):
+            raise ValueError(f"the checkpoint does not contain State.{name}")
+
+def has_tensors(value):
+    """Return whether a value is a tensor, or a list or dict that contains one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(has_tensors(part) for part in value)
+    return torch.is_tensor(value)
+
+# ---- Edited hyperparameters. An optimizer group holds hyperparameters, such as momentum. A resumed
+# run continues with the saved values, since training may have changed some of them. But if a value
+# was edited in the code, the run continues with the new value. To find out what was edited, each
+# group holds a copy of the values with which the code has built it, in an entry "initial", which is
+# also saved.
+#
+# For example, suppose that the code builds a group with momentum=0.95, and that train_step() has
+# raised it to 0.97 by the time a checkpoint is written. So the checkpoint has momentum=0.97, and in
+# "initial" momentum=0.95. If the code of the resumed run still has 0.95, this equals "initial", and
+# the run continues with 0.97. If the code now has 0.9, the value was edited, and the run continues
+# with 0.9
+def store_initial_hyperparameters(optimizers):
+    """Store all hyperparameters of each optimizer group in "initial".
+
+    If an edit to train_step() adds an optimizer or a group, it must call this function again. This
+    does not change groups that have "initial".
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            # configure_optimizers() has set peak_lr, but not in groups that were added later
+            group.setdefault("peak_lr", group["lr"])
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
+def edited_hyperparameters(group, saved_group):
+    """Return {name: value} of the hyperparameters in `group` that were edited in the code.
+
+    group: an optimizer group as the code builds it now. saved_group: the same group in the
+    checkpoint. The dict also contains the entry "initial" of `group`, with which the next restart
+    has to compare.
+
+    Tensors, which may be large, are not compared. So they never count as edited.
+    """
+    if "initial" not in group or "initial" not in saved_group:
+        # The checkpoint is very old, or the optimizer is not in State.optimizers
+        return {}
+    before, now = saved_group["initial"], group["initial"]
+    edited = {"initial": now}
+    for name in before.keys() & now.keys():
+        if not has_tensors([before[name], now[name]]) and before[name] != now[name]:
+            edited[name] = group[name]
+    return edited
+
+# ---- Training
+def check_B_divides_rows(cfg, step):
+    """Raise UserError if the rows of a step are not a multiple of B * processes."""
+    rows = rows_of_step(cfg, step)
+    if rows < 1 or rows % (cfg.B * world_size()):
+        raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
+                        f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
+                        "--B.")
+
+@torch.no_grad()
+def warning_about_loss(run):
+    """Return a warning if the model's loss in eval mode is not the cross-entropy."""
+    x, y = run.val_loader.batch(0, 1, run.device)
+    with run.autocast(), torch.compiler.set_stance("force_eager"):  # do not compile for one row
+        logits, loss = run.state.eval_model(x, y)
+    excess = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
+    if abs(excess) > 1e-4 * max(1.0, loss.item()):
+        return ("val is not the cross-entropy of the logits: on one row it differs by "
+                f"{excess:+.6f}. Put a term that only training should minimize under "
+                "`if self.training`.")
+
+@torch.no_grad()
+def problem_with_weights(raw_model):
+    """Return a message if the processes have different weights, or None.
+
+    They differ if, for example, each process decides from its own loss whether to skip a step.
+    problem_with_norms() cannot detect this, because all processes have the same gradients.
+    """
+    if world_size() == 1:
+        return None
+    norm = nn.utils.get_total_norm(list(raw_model.parameters()))
+    norms = [torch.empty_like(norm) for _ in range(world_size())]
+    dist.all_gather(norms, norm)
+    norms = torch.stack(norms).tolist()
+    if max(norms) - min(norms) > 1e-5 * max(norms):  # allows for rounding
+        return (f"The weights of the processes have norms from {min(norms):.7g} to "
+                f"{max(norms):.7g}, so they train different models. Base the decision to "
+                "skip an update on values that are the same in all processes.")
+    return None
 
 if __name__ == "__main__":
     main()

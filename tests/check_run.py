@@ -1996,7 +1996,7 @@ def unsaved_values(t, run):
             values.setdefault(label, []).append(fingerprint(getattr(thing, name)))
         for name in vars(type(thing)).keys() - {"__dict__", "__weakref__"}:  # of the class
             values[f"{type(thing).__name__}.{name}"] = fingerprint(getattr(type(thing), name, None))
-    for name in vars(run.train_loader).keys() - {"loaded_shard", "loaded_tokens"}:
+    for name in vars(run.train_loader).keys() - {"open_shard", "open_tokens"}:
         values[f"{name} in the training loader"] = fingerprint(getattr(run.train_loader, name))
     for name in vars(run).keys() - {"validated_step", "step_seconds", "warned_slow"}:
         values[f"run.{name}"] = fingerprint(getattr(run, name))

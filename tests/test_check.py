@@ -1378,7 +1378,7 @@ def test_what_a_checkpoint_lacks_is_named(monkeypatch):
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     optimizer.count = 0
     state = types.SimpleNamespace(raw_model=model, optimizers=[optimizer])
-    loader = types.SimpleNamespace(generator=np.random.default_rng(0), loaded_shard=None)
+    loader = types.SimpleNamespace(generator=np.random.default_rng(0), open_shard=None)
     run = types.SimpleNamespace(state=state, mean=0.0, step_seconds=[], train_loader=loader)
     t = types.SimpleNamespace(NOISE=torch.Generator().manual_seed(0), LIMIT=3)
     monkeypatch.setattr(torch, "Generator", type("Watched", (torch.Generator,), {}))  # see Watched
@@ -1388,7 +1388,7 @@ def test_what_a_checkpoint_lacks_is_named(monkeypatch):
     model.calls, run.mean, optimizer.count = 1, 0.5, 2
     model[1].history.append(2)
     run.step_seconds.append(0.1)
-    Linear.window, loader.loaded_shard = 2, 1
+    Linear.window, loader.open_shard = 2, 1
     loader.generator.random()
     torch.rand(1, generator=t.NOISE)
     random.random()

@@ -37,7 +37,7 @@ def test_an_epoch_visits_every_row_once(tmp_path, shuffle):
         assert x.dtype == y.dtype == torch.int64 and torch.equal(y, x + 1)
         assert sorted(x[:, 0].tolist()) == firsts
         assert (x[:, 0].tolist() == firsts) is not shuffle
-    assert isinstance(loader.loaded_tokens, np.memmap)  # a shard in memory would take 200 MB
+    assert isinstance(loader.open_tokens, np.memmap)  # a shard in memory would take 200 MB
 
 def test_later_epochs_cut_a_text_at_other_places():
     """The cuts of different epochs are far apart. Validation rows never change."""

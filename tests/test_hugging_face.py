@@ -173,7 +173,7 @@ def test_a_run_starts_from_a_hugging_face_folder(trained):
     assert t.resolve_config(given | {"init_from": "gone"})[0].n_embd == 16  # from log/
     tokenizer = transformers.AutoTokenizer.from_pretrained(trained.folder / "log" / "hf")
     assert tokenizer("Grüße")["input_ids"] == [*"Grüße".encode()]  # the folder is complete
-    for words in ("FINETUNE", "init_from=start", "4 steps of 256 tokens, 0.02 epochs",
+    for words in ("FINETUNE", "init_from=start", "4 steps, 1,024 tokens, 0.02 epochs",
                   "exported log/checkpoint_00004.pt to log/hf/", "sample at step 4 ---\nGrüße"):
         assert words in trained.out
     assert "//" not in trained.out

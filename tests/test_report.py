@@ -188,7 +188,7 @@ def test_the_first_lines_show_epochs_and_optimizer_groups():
     run.device = torch.device("cpu")
     out = t.description(run, checkpoint=None)
     matrices = [p for p in model.parameters() if p.dim() > 1]
-    assert "10 steps of 4,096 tokens, 2.50 epochs" in out and "This run is finished" in out
+    assert "10 steps, 40,960 tokens, 2.50 epochs" in out and "This run is finished" in out
     assert re.search(r"(\S+) in 10 tensors by AdamW with decay 0.1; 896 in 18 tensors by AdamW "
                      "with decay 0.0$", out, re.M)[1] == f"{sum(p.numel() for p in matrices):,}"
 

@@ -132,7 +132,7 @@ def test_the_losses_are_those_of_a_plain_loop(folder):
     """
     run = succeed(Forked(folder / "plain", shuffle=False, epochs=0.0341, weight_decay=0.3,
                          grad_clip=0.5, lr_shape="linear", min_lr=0, seed=1337, eval_every=0))
-    assert "12 steps of 128 tokens, 0.03 epochs" in run.out
+    assert "12 steps, 1,536 tokens, 0.03 epochs" in run.out
     text = torch.tensor(list((folder / "text.txt").read_bytes()))
     torch.manual_seed(1337)
     model = t.GPT(t.GPTConfig(block_size=16, n_layer=1, n_head=2, n_embd=16, n_vocab=257))
