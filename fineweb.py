@@ -561,8 +561,8 @@ def read_manifest(path):
         inputs = dict(content["settings"])
         shards = []
         for entry in content["shards"]:
-            tokens = int(entry["tokens"])
             end = Place(int(entry["file"]), int(entry["row"]), int(entry["used"]))
+            tokens = int(entry["tokens"])
             shards.append(Shard(str(entry["name"]), tokens, is_full=tokens == inputs["shard_size"],
                                 documents=int(entry["documents"]), end=end))
         return inputs, shards
