@@ -328,7 +328,7 @@ def read_batches(urls, start_file, start_row):
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
-        texts = []  # the texts of the current batch that have been read so far
+        texts = []  # the texts of the current batch. If a row cannot be read, those before it
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
@@ -340,8 +340,8 @@ def read_batches(urls, start_file, start_row):
                     batch_start += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            # len(texts) rows of the current batch could be read, and the next one could not. The
-            # message counts rows from 1, as text editors do
+            # `texts` contains the rows of the batch before the one that cannot be read. The message
+            # counts rows from 1, as text editors do
             failed_row = batch_start + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{summary_of(e)}): repair the file or the network, and repeat the "
@@ -481,8 +481,7 @@ def start_workers(nprocs, encoding_name):
 def tokenize_all(batches, nprocs, encoding_name):
     """Tokenize batches in nprocs worker processes.
 
-    Yield (file number, first row, tokens (n,)) for each (file number, first row, texts), in the
-    same order.
+    For each batch (file number, first row, texts), yield (file number, first row, tokens (n,)).
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
     workers = start_workers(nprocs, encoding_name)
@@ -518,13 +517,14 @@ class Place(NamedTuple):
     """A point in the corpus, at which a shard ends and the next one starts.
 
     The corpus is read in batches of rows, and cut_shards() receives the tokens of a whole batch. So
-    a place is given by a batch, and by the number of tokens in this batch before the point. For
-    example, Place(2, 300, 1200) means that the next shard is made by reading file 2 from row 300
-    on, where the batch starts, and leaving out the first 1,200 tokens.
+    a place is given by the row at which a batch starts, and by the number of tokens from there to
+    the point. For example, Place(2, 300, 1200) means that the next shard is made by reading file 2
+    from row 300 on, and leaving out the first 1,200 tokens. The end of the corpus, where a shard
+    that is not full ends, is Place(number of files, 0, 0).
     """
     file_number: int  # index of the file in reading order
-    batch_start: int  # number of the first row of the batch
-    offset: int       # number of tokens in the batch before the point (they may fill several rows)
+    batch_start: int  # number of the first row of a batch
+    offset: int       # number of tokens between the start of this batch and the point
 
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
@@ -639,15 +639,12 @@ def cut_shards(results, shard_size, dtype, start, n_files):
 
     results: (file number, first row, tokens) for each batch, starting with the batch of `start`.
     start: the Place at which the first shard starts.
-    n_files: the number of files. If the last shard is not full, the Place at its end is the end of
-    the corpus, Place(n_files, 0, 0).
+    n_files: the number of files.
     The yielded array is overwritten with the next shard.
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    # Number of tokens at the start that belong to earlier shards. They are all in the first batch,
-    # unless another version of this script, with a different BATCH_BYTES, has made these shards
-    to_skip = start.offset
+    to_skip = start.offset  # number of tokens at the start that belong to earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, first_row, tokens in results:

@@ -149,7 +149,9 @@ def collate(rows):
     return pad_sequence(tokens, batch_first=True), pad_sequence(is_ending, batch_first=True)
 
 def render_example(example):
-    """Tokenize a question, for use in a notebook. Return (data, tokens, mask, label).
+    """Tokenize a question, for use in a notebook. (Scoring uses prepare().)
+
+    Return (data, tokens, mask, label).
 
     data: a dict with the token ids of the context and the endings, and the label.
     tokens: (4, N) int64, one row per ending, padded with 0.
@@ -342,9 +344,9 @@ def score_and_print(args):
     model, encode = load_model(args.model, args.device)
     # Like the published scores, these scores are computed in float32, but with TF32 on GPUs that
     # have it. TF32 is faster, and rounds only the inputs of matrix multiplications. bfloat16 would
-    # also round the logits, which is not precise enough: GPT-2's logits are near -35, where
-    # neighbouring bfloat16 numbers differ by 1/4. (train_gpt2.py scores in the dtype of training,
-    # so its scores may differ slightly from those that this command prints.)
+    # also round the logits: GPT-2's logits are near -35, where neighbouring bfloat16 numbers differ
+    # by 1/4. train_gpt2.py scores in the dtype of training, which may be bfloat16. So its scores
+    # are less precise than those that this command prints.
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

@@ -18,12 +18,11 @@ memory.
 on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
-what long runs need in practice. Part three is what only edited copies of this
-file need. Where parts one and two contain such code, it has the mark "Only for
-edits:". Comments with the mark "For edits:" tell you what to consider when you
-change this file.
+what long runs need in practice. Some code has no effect in this file as it is,
+and only keeps edited copies correct. It has the mark "Only for edits:".
 """
 import ast
+import bisect
 import contextlib
 import copy
 import ctypes
@@ -144,15 +143,14 @@ FINETUNE = dict(
 
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
-# the other layers. But a layer does not know its full name while it is being built. So there are
-# two steps. When a layer is built, draw_later() stores the std of its weight, and fills the weight
-# with PLACEHOLDER. When GPT.__init__ has built all layers, init_weights() replaces each PLACEHOLDER
-# by a random number
-#
-# For edits: after draw_later(), you may set some elements of a weight to other values. They keep
-# these values. But do not multiply or copy a weight before it is drawn. check_parameters() would
-# report this, because init_weights() would not find PLACEHOLDER in the result
-PLACEHOLDER = 2.0**17  # no initial weight has this value by chance
+# the other layers. But a layer does not know its full name while it is being built. Therefore
+# draw_later() only stores the std of a layer's weight as init_std. When GPT.__init__ has built all
+# layers, init_weights() draws the weights
+
+# Only for edits: draw_later() also fills the weight with this value, and init_weights() draws only
+# the elements that still have it. So an edit may set some elements to other values, for example to
+# 0, before the weight is drawn. (But it must not multiply or copy the weight before it is drawn)
+PLACEHOLDER = 2.0**17
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
@@ -172,7 +170,7 @@ def init_weights(model, seed):
     The random numbers depend only on the seed and on the names of the weights.
     """
     for name, p in model.named_parameters():
-        if hasattr(p, "init_std"):  # set by draw_later()
+        if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
             p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
@@ -224,8 +222,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        # forward() does not call this module, but only reads its probability, self.dropout.p.
-        # For edits: because it is a module, setting p of all nn.Dropout modules changes it, too
+        # forward() does not call this module, but only reads its probability, self.dropout.p. (Only
+        # for edits: code that sets p of all nn.Dropout modules in the model thus changes it, too)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -310,7 +308,7 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, padded(n_vocab))
-        # For edits: if you change the logits, for example cap them, do it here.
+        # Hint: if you change the logits, for example cap them, do it here.
 
         # The padding columns belong to no token. For the loss, mask them, so that their probability
         # is 0. They are only removed after the loss, because removing them here would make a
@@ -318,7 +316,7 @@ class GPT(nn.Module):
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill(padding, -math.inf).float()
         loss = None
-        # For edits: if a loss uses the logits of all token ids, for example with label smoothing,
+        # Hint: if a loss uses the logits of all token ids, for example with label smoothing,
         # compute it from logits[..., :self.config.n_vocab]. With the padding, it would be infinite
         if targets is not None:
             total = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
@@ -377,7 +375,7 @@ def build_model(cfg, gpt_config):
     does not treat it as a part of the model, which would train and save the teacher, too. PyTorch
     then does not move it to the GPU either. So call self.teacher[0].to(idx.device) in GPT.forward.
     """
-    torch.manual_seed(cfg.seed)  # For edits: layers without draw_later() use torch's generator
+    torch.manual_seed(cfg.seed)  # Hint: layers without draw_later() use torch's generator
     model = GPT(gpt_config, cfg.seed)
     return model
 
@@ -395,9 +393,9 @@ class DataLoaderLite:
     rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows, in a
     different order, as row numbers 12 to 23.
 
-    With `recut`, which is used for text files if they are shuffled, the rows of epoch 0 begin as
-    described above. In each later epoch, they begin up to T - 1 tokens earlier, so that even a
-    small text yields new rows. (Only the first row of a shard still begins at token 0.)
+    With `recut`, which is used for text files if they are shuffled, only the rows of epoch 0 begin
+    at these tokens. In a later epoch, all rows but the first one begin earlier, by a number of
+    tokens that depends on the epoch. So even a small text yields new rows in each epoch.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -543,9 +541,8 @@ class Muon(torch.optim.Optimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
         # a.lerp(b, w) is (1 - w) * a + w * b
-        average.lerp_(p.grad, 1 - momentum)     # momentum * average + (1 - momentum) * p.grad
-        # With the new average and the same gradient, the same formula gives the next average
-        ahead = p.grad.lerp(average, momentum)  # momentum * average + (1 - momentum) * p.grad
+        average.lerp_(p.grad, 1 - momentum)     # new = momentum * old + (1 - momentum) * p.grad
+        ahead = p.grad.lerp(average, momentum)  # next = momentum * new + (1 - momentum) * p.grad
         return ahead.to(self.dtype)
 
     @torch.no_grad()
@@ -556,8 +553,8 @@ class Muon(torch.optim.Optimizer):
                 if p.grad is None:  # not used in this step
                     continue
                 ahead = self.nesterov_momentum(p, group["momentum"])
-                # c_attn stacks three matrices, for query, key and value. For edits: a c_attn with
-                # a different shape is treated as one matrix
+                # c_attn stacks three matrices, for query, key and value. (Only for edits: a c_attn
+                # with a different shape is treated as one matrix)
                 n = 3 if "c_attn" in name and p.size(0) == 3 * p.size(1) else 1
                 for weight, G in zip(p.chunk(n), ahead.chunk(n)):
                     if G.size(0) > G.size(1):  # wide matrices are cheaper, so transpose tall ones
@@ -596,8 +593,8 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # The learning rate that the group has in those steps in which get_lr() is max_lr. In
-            # the other steps, step_optimizers() scales it
+            # This is the group's learning rate when get_lr() is max_lr. In other steps, the group's
+            # learning rate is lower by the same factor as get_lr() (see step_optimizers)
             group["peak_lr"] = group["lr"]
     return optimizers
 
@@ -607,16 +604,16 @@ class State:
     """The part of a run that a checkpoint saves, and that is restored when the run is resumed.
 
     Everything that later steps depend on, apart from constants and data, must be an attribute of
-    this class. For edits: add your own attributes here, either as fields, like `tokens` below, or
+    this class. Hint: add your own attributes here, either as fields, like `tokens` below, or
     in a method __post_init__(). For example, this adds an average of the weights, which
     train_step() then has to update:
 
         def __post_init__(self):
             self.average = torch.optim.swa_utils.AveragedModel(self.raw_model)
 
-    In a new run, __post_init__() finds the weights with which training begins. In a resumed run, it
-    finds initial weights, but what it computes from them is replaced by what the checkpoint
-    contains.
+    In a new run, __post_init__() is called when the initial or pretrained weights have been loaded.
+    A resumed run calls it, too, but afterwards it replaces all weights and all attributes, such as
+    `average`, by those in the checkpoint.
 
     An attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict() and load_state_dict(), or a list of such objects. Any other type causes an error
@@ -629,8 +626,8 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    # The duration of all steps, without the first one after each start: it may include the time
-    # that compilation takes
+    # The duration of all steps. The first step after each start does not count, since its duration
+    # may include compilation
     minutes_trained: float = 0.0
     tokens: int = 0               # number of tokens that the model has been trained on
 
@@ -638,7 +635,7 @@ class State:
     def eval_model(self):
         """The GPT that is validated and sampled from. The export and --init_from use its weights.
 
-        For edits: if an edit averages the weights, return the averaged model here. In the example
+        Hint: if an edit averages the weights, return the averaged model here. In the example
         above, this is self.average.module.
         """
         return self.raw_model
@@ -676,7 +673,7 @@ class Run:
 def validation_loss(run, loader, model=None):
     """Return the mean loss of eval_model over val_tokens tokens, in nats per token.
 
-    For edits: `loader` may read a second validation set, and `model` may be a different model.
+    Hint: `loader` may read a second validation set, and `model` may be a different model.
 
     The losses of all targets are summed over all processes before dividing, so the result does not
     depend on B or on the number of processes.
@@ -706,7 +703,7 @@ def read_step(run):
     change inputs, edit this function.
     """
     cfg, step = run.cfg, run.state.step
-    check_B_divides_rows(cfg, step)  # Only for edits: rows_before() may have been edited (part 3)
+    check_B_divides_rows(cfg, step)  # Only for edits: rows_before() may have been edited
     begin, end = rows_before(cfg, step), rows_before(cfg, step + 1)
     first_rows = range(begin + rank() * cfg.B, end, world_size() * cfg.B)
     return [(row, *run.train_loader.batch(row, cfg.B, run.device)) for row in first_rows]
@@ -722,7 +719,8 @@ def train_step(run):
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
-    # The number of targets in all processes. (Only for edits: read_step() may mask some of them)
+    # The number of targets in all processes. It is T * the number of rows. (Only for edits: it is
+    # counted here, because read_step() may set some targets to -100, which do not count)
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
     part_of_loss = torch.zeros((), device=run.device)
     ddp_model.train()
@@ -749,10 +747,10 @@ def train_step(run):
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # Only for edits: if random numbers are drawn below, for example to add noise to gradients, they
-    # should be the same in all processes
+    # Only for edits: code that draws random numbers below, for example noise to add to gradients,
+    # should draw the same ones in all processes. (In this file, nothing is drawn)
     torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
-    # For edits: change gradients here. Each p.grad is the exact gradient of the step's loss
+    # Hint: change gradients here. Each p.grad is the exact gradient of the step's loss
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
     state.step += 1
@@ -786,6 +784,9 @@ def train(run):
     Before each step, save and evaluate if this is due. Steps are counted from 0, so before step n,
     the model has taken n steps. In the log, `val` of step n is the validation loss of this model,
     and `train` of step n is its loss on the batch of step n.
+
+    A resumed run begins at the step that was saved, and evaluates it again. (RunFolder.begin() has
+    removed the lines about this step and later ones from the log.)
     """
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
@@ -850,11 +851,12 @@ def train(run):
 #                 that other code has trained (check_code_of_finished_run)
 #     State       that of the checkpoint (restore_state). But if hyperparameters of an optimizer
 #                 were edited in the code, they have their new values (edited_hyperparameters)
+#     log.txt     without the lines about steps that are repeated (truncate_and_open_log)
 #
 # Two short sections describe checkpoints and trained models. The next sections contain main() and
 # the functions that it calls until train() begins. The sections after them contain what these
 # functions and train() use: the machine, the data, reading weights, reading checkpoints, the run's
-# folder, monitoring and the end of a run
+# folder, checks, monitoring and the end of a run
 
 # ---- Checkpoints. A checkpoint is a dict, which is stored as a file in log_dir. checkpoint_of()
 # makes it, with these entries:
@@ -876,8 +878,8 @@ class ModelSpec:
     """What is known about a trained model, apart from its weights."""
     source: str                # the file, folder or hub name that the model comes from
     # {name: value} of the constants in GPTConfig, without dropout, which belongs to the training
-    # and not to the model. (Only for edits: weights that are older than a constant lack it. Then
-    # gpt_config_of_run() takes it from Config)
+    # and not to the model. (Only for edits: it lacks a constant that was added to GPTConfig after
+    # these weights were made)
     model_constants: dict
     encoding_name: str | None  # None if it is unknown
 
@@ -933,7 +935,7 @@ PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 def resolve_config(flags, device=torch.device("cpu")):
     """Return the Config, the StartingPoint, and the text to print first. flags: {name: text}.
 
-    The value of a constant comes from the last of these sources that has it:
+    The value of a constant in Config comes from the last of these sources that has it:
 
     1. Config, where it has a default;
     2. the preset;
@@ -943,26 +945,30 @@ def resolve_config(flags, device=torch.device("cpu")):
 
     Finally, B is lowered if it does not divide a process's share of the batch.
     """
-    if "max_steps" in flags:
-        # --max_steps overrides `epochs` and `minutes` in Config and in the presets, but not the
-        # flags --epochs and --minutes. (In a | b, values of b take precedence)
-        flags = {"epochs": "0", "minutes": "0"} | flags
+    flags = without_overridden(flags)
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    given = {"data": data} | PRESETS.get(preset_name, {}) | flags  # sources 2 and 3
+    # In a | b, values of b take precedence. So these are the values of the preset and the flags
+    given = {"data": data} | PRESETS.get(preset_name, {}) | flags
     # find_start() only needs constants that never come from weights, such as init_from and log_dir
-    start = find_start(make_config(Config, given), device)
-    from_weights = values_from_weights(start.spec, preset_name, given)
-    # make_config() also converts the values of flags, which are text
-    cfg = make_config(Config, given | from_weights)
+    spec, weights, checkpoint = find_start(make_config(Config, given), device)
+    from_weights = values_from_weights(spec, preset_name, given)
+    cfg = make_config(Config, given | from_weights)  # this also converts the flags, which are text
     text = note + describe_preset(preset_name, cfg)
-    if start.spec:
-        check_flags_against_weights(flags, cfg, start.spec.source)
-        text += "\n" + describe_values(start.spec.source, cfg, from_weights)
+    if spec:
+        check_flags_against_weights(flags, from_weights, spec.source)
+        text += "\n" + describe_values(spec.source, cfg, from_weights)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, start, text
+    return cfg, StartingPoint(gpt_config_of_run(cfg, spec), weights, checkpoint), text
+
+def without_overridden(flags):
+    """Return flags in which --max_steps overrides the constants `epochs` and `minutes`.
+
+    (It does not override the flags --epochs and --minutes.)
+    """
+    return {"epochs": "0", "minutes": "0"} | flags if "max_steps" in flags else flags
 
 def choose_data(flags):
     """Return the training data and a note to print.
@@ -991,49 +997,37 @@ def choose_preset(data, flags):
 # ---- What a command starts from
 @dataclass
 class StartingPoint:
-    """What a command starts from. It depends on init_from, and on whether log_dir holds a run.
-
-        init_from       command       spec   weights   checkpoint
-        scratch         new run       None   None      None
-        scratch         resumed run   None   None      set
-        anything else   new run       set    set       None
-        anything else   resumed run   set    None      set
-        any             --sample      set    set       None
-
-    With any other init_from than scratch, `spec` describes the model in init_from, which determines
-    the constants of the model to train. A resumed run gets `spec` from its checkpoint, because
-    init_from may not exist any longer.
-
-    With init_from=scratch, Config alone determines the constants of the model. So `spec` is None
-    even in a resumed run. If, for example, n_layer was edited in Config, its value thus differs
-    from that in the checkpoint, and check_same_training() reports both values.
-
-    With --sample, `spec` describes the model to sample from. With init_from=scratch, this is the
-    one in log_dir.
-    """
-    spec: ModelSpec | None = None   # the model that determines constants in Config, if there is one
-    weights: Weights | None = None  # to load into the model
-    checkpoint: dict | None = None  # to restore State from
+    """What a command starts from."""
+    gpt_config: GPTConfig             # the constants of the model to build
+    weights: Weights | None = None    # in a new run with init_from and for samples: to be loaded
+    checkpoint: dict | None = None    # in a resumed run: State is restored from it
 
 def find_start(cfg, device):
-    """Return the StartingPoint of a command. Raise UserError if a file cannot be read."""
+    """Return the ModelSpec, the Weights and the checkpoint that a command starts from, or None.
+
+    The ModelSpec describes the model that determines constants in Config, for example n_layer: the
+    model in init_from or, with --sample, the model to sample from.
+
+    With init_from=scratch, a resumed run has no ModelSpec, although its checkpoint contains a
+    model: Config determines the constants. If one of them was edited, check_same_training() finds
+    that it differs from the constant in the checkpoint, and reports both.
+
+    Raise UserError if a file cannot be read.
+    """
     if cfg.init_from == "resume":  # nanoGPT's way to resume a run
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
     if cfg.sample:
         weights = read_weights_to_sample_from(cfg)
-        return StartingPoint(spec=weights.spec, weights=weights)
-    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
-    if checkpoint is None and cfg.init_from == "scratch":  # a new run
-        return StartingPoint()
-    if checkpoint is None:  # a new run with existing weights
-        weights = read_weights(cfg.init_from)
-        return StartingPoint(spec=weights.spec, weights=weights)
+        return weights.spec, weights, None
+    checkpoint = read_newest_checkpoint(cfg.log_dir, device)  # None in a new run
     if cfg.init_from == "scratch":
-        return StartingPoint(checkpoint=checkpoint)  # a resumed run
-    # A resumed run that began with existing weights
-    spec = spec_in_checkpoint(checkpoint, cfg.log_dir)
-    return StartingPoint(spec=spec, checkpoint=checkpoint)
+        return None, None, checkpoint
+    if checkpoint:
+        # Do not read init_from, which may not exist any longer
+        return spec_in_checkpoint(checkpoint, cfg.log_dir), None, checkpoint
+    weights = read_weights(cfg.init_from)
+    return weights.spec, weights, None
 
 def read_weights_to_sample_from(cfg):
     """Return the Weights in init_from or, if this constant is not set, those in log_dir."""
@@ -1062,8 +1056,8 @@ def values_from_weights(spec, preset_name, given):
     """Return {name: value} of the constants in Config that existing weights determine.
 
     These are the encoding, if it is known, and all constants that are also in GPTConfig, except
-    dropout. (T is not among them, since rows may be shorter than block_size.) With the preset
-    FINETUNE, max_lr and T also have values that suit the weights, unless `given` contains them.
+    dropout. The preset FINETUNE has no max_lr and no T, so here they get values that suit the
+    weights, unless `given` contains them.
 
     spec: the ModelSpec of the weights. If it is None, the dict is empty. given: {name: value} of
     the preset and the flags.
@@ -1083,15 +1077,16 @@ def values_from_weights(spec, preset_name, given):
         values["T"] = min(1024, 2 ** int(math.log2(constants["block_size"])))
     return values
 
-def check_flags_against_weights(flags, cfg, source):
-    """Raise UserError if a flag has a different value than cfg, because weights determine it.
+def check_flags_against_weights(flags, from_weights, source):
+    """Raise UserError if a flag has a different value than the weights.
 
-    source: where the weights come from.
+    from_weights: {name: value} of the constants that the weights determine. source: where the
+    weights come from.
     """
     values = make_config(Config, flags)  # converts the flags, which are text
     for name in flags:
-        if getattr(values, name) != getattr(cfg, name):
-            raise UserError(f"{name} is {getattr(cfg, name)} in the weights {source}: leave out "
+        if name in from_weights and getattr(values, name) != from_weights[name]:
+            raise UserError(f"{name} is {from_weights[name]} in the weights {source}: leave out "
                             f"--{name}.")
 
 def describe_values(source, cfg, names):
@@ -1140,9 +1135,8 @@ def check_config(cfg):
 
 def fitting_B(cfg):
     """Return the largest B, at most cfg.B, that evenly divides a process's share of a batch."""
-    # (Only for edits: rows_before() may give step 0 too few rows, which check_B_divides_rows() will
-    # report. Hence max)
-    rows = max(1, rows_of_step(cfg, 0) // world_size())
+    rows = rows_of_step(cfg, 0) // world_size()
+    rows = max(1, rows)  # Only for edits: if it is 0, check_B_divides_rows() will report this later
     return max(b for b in range(1, min(cfg.B, rows) + 1) if rows % b == 0)
 
 # ---- Setting up a run. The log and the export in log_dir are not touched until the data, the
@@ -1153,8 +1147,7 @@ def set_up(cfg, start, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     encoding, checkpoint = get_encoding(cfg.encoding), start.checkpoint
-    if start.spec:
-        check_spec_fits(start.spec, cfg, encoding)
+    check_model_fits(start.gpt_config, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint = fingerprint_of(loaders[0])
     lock = lock_run_folder(cfg.log_dir)
@@ -1171,9 +1164,9 @@ def set_up(cfg, start, device):
     print0("\n".join(lines))
     return run
 
-def check_spec_fits(spec, cfg, encoding):
-    """Raise UserError if the model of a ModelSpec has the wrong vocabulary or a short context."""
-    n_vocab, block_size = spec.model_constants["n_vocab"], spec.model_constants["block_size"]
+def check_model_fits(gpt_config, cfg, encoding):
+    """Raise UserError if the model in init_from has the wrong vocabulary or a short context."""
+    n_vocab, block_size = gpt_config.n_vocab, gpt_config.block_size
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
                         f"context of {block_size}, but encoding={cfg.encoding} has "
@@ -1227,12 +1220,15 @@ def steps_that_fit(cfg, start, device, loaders):
 
 def steps_for_epochs(cfg, rows_per_epoch):
     """Return the number of steps in which the data is read cfg.epochs times."""
-    # In this file, a division would give the number. (Only for edits: the batch may grow, and its
-    # size may depend on max_steps. So try one number after another)
-    steps = 1
-    while rows_before(replace(cfg, max_steps=steps), steps) < cfg.epochs * rows_per_epoch:
-        steps += 1
-    return steps
+    def is_enough(steps):
+        return rows_before(replace(cfg, max_steps=steps), steps) >= cfg.epochs * rows_per_epoch
+    # Only for edits: if all steps have the same number of rows, as in this file, a division would
+    # do. But rows_before() may let the batch grow, and may use cfg.max_steps. So search for the
+    # smallest number of steps that is enough
+    limit = 1
+    while not is_enough(limit):
+        limit *= 2
+    return bisect.bisect_left(range(limit), True, key=is_enough)
 
 def build_run(cfg, start, device, loaders, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
@@ -1244,7 +1240,7 @@ def build_run(cfg, start, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.spec)).to(device)
+    raw_model = build_model(cfg, start.gpt_config).to(device)
     if start.weights:
         load_weights(raw_model, start.weights)
     state = build_state(raw_model, cfg, dtype)
@@ -1270,7 +1266,7 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    store_initial_hyperparameters(state.optimizers)  # for edited_hyperparameters()
+    store_initial_hyperparameters(state.optimizers)  # Only for edits: see the next section
     check_can_be_saved(state.state_dict())
     return state
 
@@ -1321,6 +1317,48 @@ def description(run, checkpoint):
     if 0 < cfg.max_steps <= state.step:
         lines.append("This run is finished. It is only validated, sampled and exported again.")
     return "\n".join(lines)
+
+# ---- Edited hyperparameters. An optimizer group holds hyperparameters, such as momentum. A resumed
+# run continues with the saved values, since training may have changed some of them. But if a value
+# was edited in the code, the run continues with the new value. To find out what was edited, each
+# group has an entry "initial" with a copy of the values with which the code has built the group.
+#
+# For example, suppose that the code builds a group with momentum=0.95, and that training changes
+# this to 0.97. Then a checkpoint has momentum=0.97, and its "initial" has momentum=0.95. If the
+# code of the resumed run builds the group with 0.95, as before, the run continues with 0.97. But if
+# it builds the group with 0.9, this differs from "initial", and the run continues with 0.9
+def store_initial_hyperparameters(optimizers):
+    """Store a copy of the hyperparameters of each optimizer group in its entry "initial".
+
+    If a group has no "peak_lr", set this, too. Groups that have "initial" do not change. So if
+    train_step() adds an optimizer or a group, call this function again.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            # configure_optimizers() has set it, but not in groups that were added later
+            group.setdefault("peak_lr", group["lr"])
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
+def edited_hyperparameters(group, saved_group):
+    """Return {name: value} of the hyperparameters in `group` that were edited in the code.
+
+    If there is an entry "initial", the dict also contains that of `group`, with which the next
+    restart will compare. Tensors, which may be large, are not compared, and do not count as edited.
+
+    group: an optimizer group as the code builds it now. saved_group: the same group in the
+    checkpoint.
+    """
+    if "initial" not in group or "initial" not in saved_group:
+        # The checkpoint is very old, or the optimizer is not in State.optimizers
+        return {}
+    before, now = saved_group["initial"], group["initial"]
+    edited = {"initial": now}
+    for name in before.keys() & now.keys():
+        if not has_tensors([before[name], now[name]]) and before[name] != now[name]:
+            edited[name] = group[name]
+    return edited
 
 # ---- Processes and the machine. torchrun starts one process per GPU and gives each a number, its
 # rank. For device, dtype and compile, "auto" selects a fast choice for this machine. If a GPU
@@ -1544,7 +1582,7 @@ def fingerprint_of(loader):
     """
     parts = []
     for shard, length in zip(loader.shards, loader.lengths):
-        n = 4096 if isinstance(shard, Path) else length
+        n = 4096 if isinstance(shard, Path) else length  # of a text, both parts are the whole text
         first, last = tokens_of_shard(shard)[:n], tokens_of_shard(shard)[-n:]
         parts.append((getattr(shard, "name", "text"), length, zlib.crc32(first), zlib.crc32(last)))
     crc = zlib.crc32(repr(parts).encode())
@@ -1584,7 +1622,7 @@ def read_weights(name):
     model = gpt_from_hugging_face(name)  # a GPT, already converted
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
-    # For edits: a constant that you have added to GPTConfig is unknown to transformers
+    # (Only for edits: a constant that was added to GPTConfig is unknown to transformers)
     known = ("block_size", "n_vocab", "n_layer", "n_head", "n_embd")
     model_constants = {key: getattr(model.config, key) for key in known}
     return Weights(ModelSpec(name, model_constants, encoding_name), model.state_dict())
@@ -1604,7 +1642,7 @@ def gpt_config_of_run(cfg, spec=None):
     """Return the GPTConfig of the model that a command builds.
 
     spec: the ModelSpec that determines the constants. If it is None, cfg and its encoding determine
-    them. Constants that the spec lacks also come from cfg. These are dropout and, for edits,
+    them. Constants that the spec lacks also come from cfg. These are dropout and, in edited copies,
     constants that have been added to both Config and GPTConfig.
     """
     # n_layer, n_head, n_embd and dropout
@@ -1685,10 +1723,9 @@ def newest_checkpoint(folder):
 def newest_or_best_checkpoint(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    If the validation loss has risen, it is the one with the lowest validation loss. If the lowest
-    loss is the latest one, it is the newest checkpoint, which may be newer than this loss. (Only
-    losses of checkpoints that still exist count.) Damaged checkpoints are skipped. Return None if
-    there is no checkpoint.
+    This is the newest checkpoint. But if the last validation loss is above the lowest one, it is
+    the checkpoint with the lowest one. (Only losses of checkpoints that still exist count.) Damaged
+    checkpoints are skipped. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)  # {step: path}, the newest first
     paths = list(found.values())
@@ -1752,6 +1789,17 @@ def restore_state(state, saved):
             # If the attribute is a tensor now, stay on its device. Otherwise use the model's device
             setattr(state, name, moved(saved_value, getattr(value, "device", device)))
 
+def check_is_complete(saved, state):
+    """Raise ValueError if State has a tensor or an object that is not in `saved`.
+
+    Such an attribute was added after the checkpoint was written, and would keep the value that it
+    has in a new State. For example, an average of the weights would start from the initial weights,
+    and not from the restored ones. (A number or a string that was added keeps its value.)
+    """
+    for name, value in vars(state).items():
+        if name not in saved and (is_stateful(value) or has_tensors(value)):
+            raise ValueError(f"the checkpoint does not contain State.{name}")
+
 def load_object(value, saved_value):
     """Load what saved_form_of() returned into an object or a list of objects."""
     if isinstance(value, list):
@@ -1767,6 +1815,14 @@ def is_stateful(value):
     if isinstance(value, list):
         return any(is_stateful(part) for part in value)
     return hasattr(value, "load_state_dict")
+
+def has_tensors(value):
+    """Return whether a value is a tensor, or a list or dict that contains one."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(has_tensors(part) for part in value)
+    return torch.is_tensor(value)
 
 def moved(content, device):
     """Return nested content with its tensors on a device."""
@@ -1791,20 +1847,66 @@ def load_optimizer(optimizer, saved):
     device = parameters[0].device if parameters else None
     groups = []
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        # Hyperparameters have their saved values, unless they were edited in the code. (If the
-        # checkpoint lacks one, it has the value in `group`, as the code has built it)
+        # A hyperparameter has its saved value, unless it was edited in the code. If the checkpoint
+        # lacks it, it has the value in `group`, which the code has built
         edited = edited_hyperparameters(group, saved_group)
         groups.append(group | moved(saved_group, device) | edited)
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
+# ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
+@lru_cache
+def code_checksum():
+    """Return a CRC-32 of the source text that a run depends on. Comments do not count.
+
+    It covers three parts: this file without Config, SMALL and FINETUNE, whose values are compared
+    one by one (see check_same_training); encoding_arguments() in fineweb.py, which determines the
+    tokens of a text; and any module of your own that this file imports from its folder.
+    """
+    path = Path(__file__)
+    lines = path.read_text(encoding="utf-8").splitlines()
+    tree = ast.parse("\n".join(lines))
+    for node in tree.body:
+        name = ""
+        if isinstance(node, ast.ClassDef):
+            name = node.name
+        elif isinstance(node, ast.Assign):
+            name = ast.unparse(node.targets[0])
+        if name in ("Config", "SMALL", "FINETUNE"):  # blank out its lines
+            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
+    lines += inspect.getsource(encoding_arguments).splitlines()
+    for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
+        lines += module.read_text(encoding="utf-8").splitlines()
+    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
+    return zlib.crc32("\n".join(filter(None, lines)).encode())
+
+def modules_beside(path, seen):
+    """Return the .py files that a file imports from its own folder, directly or indirectly.
+
+    seen: names of modules to leave out.
+    """
+    imported, found = set(), set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {node.module or alias.name for alias in node.names}
+    for name in imported - seen:
+        module = path.with_name(f"{name}.py")
+        if module.exists():
+            found |= {module, *modules_beside(module, seen | {name})}
+    return found
+
+def is_of_other_code(checksum):
+    """Return whether a checkpoint's code checksum is known and differs from the current one."""
+    return checksum not in (None, code_checksum())
 
 # ---- What may differ from before when a run is resumed. A command cannot continue another run by
 # mistake
 
 # Constants that check_same_training() does not compare, because they do not affect training. (dtype
 # and B affect rounding, and B also affects the dropout masks. epochs and minutes only determine
-# max_steps, which is compared. But if minutes is given again, determine_max_steps() compares it)
-FREE_TO_CHANGE = {
+# max_steps, which is compared)
+NOT_COMPARED = {
     "B", "epochs", "minutes", "print_every", "eval_every", "val_tokens", "hellaswag_every",
     "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir",
     "save_every", "keep_every", "device", "dtype", "compile"}
@@ -1813,20 +1915,31 @@ def check_same_training(checkpoint, cfg, fingerprint):
     """Raise UserError unless this command continues the run in log_dir.
 
     The data and all constants must be the same, except that max_steps may grow, and the constants
-    in FREE_TO_CHANGE may differ.
+    in NOT_COMPARED may differ.
     """
     # A constant that was added after the run began is assumed to have had its default value
     before, now = asdict(Config()) | checkpoint["constants"], asdict(cfg)
     # The constant `data` is only a path. The entry "data" of a checkpoint is the fingerprint of the
     # data, so compare fingerprints instead
     before["data"], now["data"] = checkpoint["data"], fingerprint
-    changed = {name for name in now if before[name] != now[name]} - FREE_TO_CHANGE
+    changed = {name for name in now if before[name] != now[name]} - NOT_COMPARED
     if cfg.max_steps > before["max_steps"]:
         changed.discard("max_steps")
     values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
     if values:
         raise UserError(f"The run in {cfg.log_dir}/ is a different one: {'; '.join(values)}. Undo "
                         "this change, or choose a different --log_dir.")
+
+def check_code_of_finished_run(checkpoint, cfg):
+    """Raise UserError if the run in log_dir was finished by different code.
+
+    The edited code would evaluate a model that it has not trained. (Edited code may continue a run
+    that has steps left. find_warnings() reports this.)
+    """
+    no_steps_left = checkpoint["state"]["step"] >= cfg.max_steps
+    if no_steps_left and is_of_other_code(checkpoint.get("code")):
+        raise UserError(f"The run in {cfg.log_dir}/ is finished, and train_gpt2.py was edited "
+                        "afterwards: undo the edit, or choose a different --log_dir.")
 
 # ---- The run's folder. Killed runs and full disks do not damage it, and no run overwrites another
 def lock_run_folder(log_dir):
@@ -1977,8 +2090,8 @@ def copy_to_host(content, old_buffers):
 
     A buffer is a tensor in host memory. The buffers are returned as a dict. The key of a buffer is
     the address, shape, stride and dtype of the tensor that was copied into it. This has two
-    advantages: tensors that share their memory, such as tied weights, share a buffer and are saved
-    only once; and the next copy, which gets the dict as old_buffers, overwrites the buffers of all
+    advantages: tied weights, which are the same tensor, share a buffer and are saved only once; and
+    the next copy, which gets the dict as old_buffers, overwrites the buffers of all
     tensors that still have the same address, which is faster than allocating new buffers.
 
     old_buffers: the buffers of the previous copy, or {}.
@@ -1995,7 +2108,7 @@ def copy_to_host(content, old_buffers):
         if not torch.is_tensor(part):
             return part
         key = (part.data_ptr(), part.shape, part.stride(), part.dtype)
-        if key not in buffers:  # otherwise it shares its memory with a tensor already copied
+        if key not in buffers:  # otherwise this tensor is tied to one that has been copied
             buffer = old_buffers.get(key)
             buffer = torch.empty_like(part, device="cpu") if buffer is None else buffer
             buffers[key] = buffer.copy_(part)
@@ -2032,6 +2145,66 @@ def read_metrics(folder):
         metrics[metric].append((int(step), float(value)))
     return metrics
 
+# ---- Checks for easily made mistakes that would otherwise go unnoticed, most of them in edits
+def check_parameters(raw_model, optimizers):
+    """Raise UserError unless each parameter has an initial value and is in one optimizer group.
+
+    A frozen parameter need not be in a group.
+    """
+    n_groups = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
+                       for p in group["params"])
+    for name, p in raw_model.named_parameters():
+        largest = p.abs().max()
+        if not largest.isfinite():
+            raise UserError(f"{name} is not finite before the first step: initialize it.")
+        if largest >= PLACEHOLDER / 1000:  # an edit may have multiplied PLACEHOLDER by, say, 0.02
+            raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
+                            "it from another weight, before init_weights() has drawn it. Then "
+                            "move this edit to the end of GPT.__init__. If its layer was created "
+                            "after init_weights(), create it without draw_later(). A weight from "
+                            "torch.empty() must be initialized.")
+        if n_groups[id(p)] > 1 or (n_groups[id(p)] == 0 and p.requires_grad):
+            raise UserError(f"{name} is in {n_groups[id(p)]} optimizer groups: put it into one in "
+                            "configure_optimizers(), or freeze it (requires_grad=False).")
+
+def check_B_divides_rows(cfg, step):
+    """Raise UserError if the rows of a step are not a multiple of B * processes."""
+    rows = rows_of_step(cfg, step)
+    if rows < 1 or rows % (cfg.B * world_size()):
+        raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
+                        f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
+                        "--B.")
+
+def check_can_be_saved(attributes):
+    """Raise UserError if a checkpoint cannot store an attribute of State.
+
+    attributes: what state.state_dict() returned.
+    """
+    for name, value in attributes.items():
+        if (bad := unsavable_part(value)) is not None:
+            raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
+                            "checkpoint cannot store. Use numbers, strings, tensors, lists of "
+                            "these, dicts with numbers or strings as keys, or an object with "
+                            "state_dict() and load_state_dict().")
+
+def unsavable_part(content):
+    """Return the first part of nested content that cannot be loaded with weights_only=True.
+
+    Return None if there is no such part.
+    """
+    if isinstance(content, dict):
+        for key in content:
+            if not isinstance(key, (bool, int, float, str)):
+                return key
+        content = list(content.values())
+    if isinstance(content, (list, tuple)):
+        bad_parts = (unsavable_part(part) for part in content)
+        return next((bad for bad in bad_parts if bad is not None), None)
+    # A subclass of int or str, such as an Enum, cannot be loaded. So compare the exact type
+    if content is None or type(content) in (bool, int, float, str, torch.dtype):
+        return None
+    # np.number is allowed, because copy_to_host() turns it into a Python number before the save
+    return None if isinstance(content, (torch.Tensor, np.number)) else content
 
 # ---- Monitoring. log.txt is for programs, stdout for people. Each step is checked before it is
 # reported, and the weights before they are saved
@@ -2108,6 +2281,25 @@ def problem_with_norms(step, norms):
                 "gradient of zeros.")
     return None
 
+@torch.no_grad()
+def problem_with_weights(raw_model):
+    """Return a message if the processes have different weights, or None.
+
+    They differ if, for example, each process decides from its own loss whether to skip a step.
+    problem_with_norms() cannot detect this, because all processes have the same gradients.
+    """
+    if world_size() == 1:
+        return None
+    norm = nn.utils.get_total_norm(list(raw_model.parameters()))
+    norms = [torch.empty_like(norm) for _ in range(world_size())]
+    dist.all_gather(norms, norm)
+    norms = torch.stack(norms).tolist()
+    if max(norms) - min(norms) > 1e-5 * max(norms):  # allows for rounding
+        return (f"The weights of the processes have norms from {min(norms):.7g} to "
+                f"{max(norms):.7g}, so they train different models. Base the decision to "
+                "skip an update on values that are the same in all processes.")
+    return None
+
 def problem_with_loss(run, step, loss, norm):
     """Return a message if the loss or the norm shows that the model has diverged, or None."""
     scaler = run.state.scaler
@@ -2165,7 +2357,8 @@ def validate(run):
 def find_warnings(run, checkpoint):
     """Return the warnings about this start of a run.
 
-    There are two: the loss is not the cross-entropy, and edited code continues the run. RunFolder
+    There are two, both about edits: the model's loss is not the cross-entropy, and edited code
+    continues the run. RunFolder
     stores them with the start in run.json. At the end, result_of() collects those of all starts.
     """
     warnings = [warning_about_loss(run)]
@@ -2173,6 +2366,18 @@ def find_warnings(run, checkpoint):
         warnings.append(f"train_gpt2.py was edited: from step {run.state.step} on, this run uses "
                         "different code.")
     return [warning for warning in warnings if warning]
+
+@torch.no_grad()
+def warning_about_loss(run):
+    """Return a warning if the model's loss in eval mode is not the cross-entropy."""
+    x, y = run.val_loader.batch(0, 1, run.device)
+    with run.autocast(), torch.compiler.set_stance("force_eager"):  # do not compile for one row
+        logits, loss = run.state.eval_model(x, y)
+    excess = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
+    if abs(excess) > 1e-4 * max(1.0, loss.item()):
+        return ("val is not the cross-entropy of the logits: on one row it differs by "
+                f"{excess:+.6f}. Put a term that only training should minimize under "
+                "`if self.training`.")
 
 def plot_curves(folder):
     """Plot the values in log.txt against the number of tokens, and save the figure as curves.png.
@@ -2230,9 +2435,9 @@ def print_sample(run):
 def sample_only(cfg, start, device):
     """Print cfg.sample samples from the model with the weights in `start`, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = build_model(cfg, gpt_config_of_run(cfg, start.spec)).to(device)
+    model = build_model(cfg, start.gpt_config).to(device)
     load_weights(model, start.weights)
-    print0(f"Samples from {start.spec.source}:")
+    print0(f"Samples from {start.weights.spec.source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 
@@ -2464,7 +2669,8 @@ def convert_entries(checkpoint):
     """Rename entries of the oldest format, and add the number of tokens.
 
     In this format, there was no entry "state". The attributes of State were entries of the
-    checkpoint itself, like gpt_config and encoding, and some of them had different names.
+    checkpoint itself, like gpt_config and encoding. They still are in the result, which
+    move_into_state() then converts.
     """
     checkpoint = dict(checkpoint)
     # "model" held the weights of eval_model. If an edit averaged the weights, there was another
@@ -2496,226 +2702,6 @@ def rename_to_initial(optimizers):
                        if name in group]
             if entries:
                 group["initial"] = entries[-1]
-
-
-# ==== Part three: what only edited copies of this file need
-#
-# An edit works, or these functions report the problem. Parts one and two call them
-
-# ---- The code. A checkpoint contains a checksum of the code that wrote it
-@lru_cache
-def code_checksum():
-    """Return a CRC-32 of the source text that a run depends on. Comments do not count.
-
-    It covers three parts: this file without Config, SMALL and FINETUNE, whose values are compared
-    one by one (see check_same_training); encoding_arguments() in fineweb.py, which determines the
-    tokens of a text; and any module of your own that this file imports from its folder.
-    """
-    path = Path(__file__)
-    lines = path.read_text(encoding="utf-8").splitlines()
-    tree = ast.parse("\n".join(lines))
-    for node in tree.body:
-        name = ""
-        if isinstance(node, ast.ClassDef):
-            name = node.name
-        elif isinstance(node, ast.Assign):
-            name = ast.unparse(node.targets[0])
-        if name in ("Config", "SMALL", "FINETUNE"):  # blank out its lines
-            lines[node.lineno - 1:node.end_lineno] = [""] * (node.end_lineno - node.lineno + 1)
-    lines += inspect.getsource(encoding_arguments).splitlines()
-    for module in sorted(modules_beside(path, seen={path.stem, "fineweb", "hellaswag"})):
-        lines += module.read_text(encoding="utf-8").splitlines()
-    lines = [re.sub(r"(^|\s)#.*", "", line).rstrip() for line in lines]
-    return zlib.crc32("\n".join(filter(None, lines)).encode())
-
-def modules_beside(path, seen):
-    """Return the .py files that a file imports from its own folder, directly or indirectly.
-
-    seen: names of modules to leave out.
-    """
-    imported, found = set(), set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, ast.Import):
-            imported |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            imported |= {node.module or alias.name for alias in node.names}
-    for name in imported - seen:
-        module = path.with_name(f"{name}.py")
-        if module.exists():
-            found |= {module, *modules_beside(module, seen | {name})}
-    return found
-
-def is_of_other_code(checksum):
-    """Return whether a checkpoint's code checksum is known and differs from the current one."""
-    return checksum not in (None, code_checksum())
-
-def check_code_of_finished_run(checkpoint, cfg):
-    """Raise UserError if the run in log_dir was finished by different code.
-
-    The edited code would evaluate a model that it has not trained. (Edited code may continue a run
-    that has steps left. find_warnings() reports this.)
-    """
-    no_steps_left = checkpoint["state"]["step"] >= cfg.max_steps
-    if no_steps_left and is_of_other_code(checkpoint.get("code")):
-        raise UserError(f"The run in {cfg.log_dir}/ is finished, and train_gpt2.py was edited "
-                        "afterwards: undo the edit, or choose a different --log_dir.")
-
-# ---- The model, the optimizers and State, before the first step
-def check_parameters(raw_model, optimizers):
-    """Raise UserError unless each parameter has an initial value and is in one optimizer group.
-
-    A frozen parameter need not be in a group.
-    """
-    n_groups = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
-                       for p in group["params"])
-    for name, p in raw_model.named_parameters():
-        largest = p.abs().max()
-        if not largest.isfinite():
-            raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest >= PLACEHOLDER / 1000:  # an edit may have multiplied PLACEHOLDER by, say, 0.02
-            raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
-                            "it from another weight, before init_weights() has drawn it. Then "
-                            "move this edit to the end of GPT.__init__. If its layer was created "
-                            "after init_weights(), create it without draw_later(). A weight from "
-                            "torch.empty() must be initialized.")
-        if n_groups[id(p)] > 1 or (n_groups[id(p)] == 0 and p.requires_grad):
-            raise UserError(f"{name} is in {n_groups[id(p)]} optimizer groups: put it into one in "
-                            "configure_optimizers(), or freeze it (requires_grad=False).")
-
-def check_can_be_saved(attributes):
-    """Raise UserError if a checkpoint cannot store an attribute of State.
-
-    attributes: what state.state_dict() returned.
-    """
-    for name, value in attributes.items():
-        if (bad := unsavable_part(value)) is not None:
-            raise UserError(f"State.{name} holds an object of type {type(bad).__name__}, which a "
-                            "checkpoint cannot store. Use numbers, strings, tensors, lists of "
-                            "these, dicts with numbers or strings as keys, or an object with "
-                            "state_dict() and load_state_dict().")
-
-def unsavable_part(content):
-    """Return the first part of nested content that cannot be loaded with weights_only=True.
-
-    Return None if there is no such part.
-    """
-    if isinstance(content, dict):
-        for key in content:
-            if not isinstance(key, (bool, int, float, str)):
-                return key
-        content = list(content.values())
-    if isinstance(content, (list, tuple)):
-        bad_parts = (unsavable_part(part) for part in content)
-        return next((bad for bad in bad_parts if bad is not None), None)
-    # A subclass of int or str, such as an Enum, cannot be loaded. So compare the exact type
-    if content is None or type(content) in (bool, int, float, str, torch.dtype):
-        return None
-    # np.number is allowed, because copy_to_host() turns it into a Python number before the save
-    return None if isinstance(content, (torch.Tensor, np.number)) else content
-
-# ---- Resuming a run after an edit
-def check_is_complete(saved, state):
-    """Raise ValueError if State has a tensor or an object that is not in `saved`.
-
-    Such an attribute was added after the checkpoint was written, and would keep the value that it
-    has in a new State. For example, an average of the weights would start from the initial weights,
-    and not from the restored ones. (A number or a string that was added keeps its value.)
-    """
-    for name, value in vars(state).items():
-        if name not in saved and (is_stateful(value) or has_tensors(value)):
-            raise ValueError(f"the checkpoint does not contain State.{name}")
-
-def has_tensors(value):
-    """Return whether a value is a tensor, or a list or dict that contains one."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    if isinstance(value, (list, tuple)):
-        return any(has_tensors(part) for part in value)
-    return torch.is_tensor(value)
-
-# ---- Edited hyperparameters. An optimizer group holds hyperparameters, such as momentum. A resumed
-# run continues with the saved values, since training may have changed some of them. But if a value
-# was edited in the code, the run continues with the new value. To find out what was edited, each
-# group holds a copy of the values with which the code has built it, in an entry "initial", which is
-# also saved.
-#
-# For example, suppose that the code builds a group with momentum=0.95, and that train_step() has
-# raised it to 0.97 by the time a checkpoint is written. So the checkpoint has momentum=0.97, and in
-# "initial" momentum=0.95. If the code of the resumed run still has 0.95, this equals "initial", and
-# the run continues with 0.97. If the code now has 0.9, the value was edited, and the run continues
-# with 0.9
-def store_initial_hyperparameters(optimizers):
-    """Store all hyperparameters of each optimizer group in "initial".
-
-    If an edit to train_step() adds an optimizer or a group, it must call this function again. This
-    does not change groups that have "initial".
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            # configure_optimizers() has set peak_lr, but not in groups that were added later
-            group.setdefault("peak_lr", group["lr"])
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
-def edited_hyperparameters(group, saved_group):
-    """Return {name: value} of the hyperparameters in `group` that were edited in the code.
-
-    group: an optimizer group as the code builds it now. saved_group: the same group in the
-    checkpoint. The dict also contains the entry "initial" of `group`, with which the next restart
-    has to compare.
-
-    Tensors, which may be large, are not compared. So they never count as edited.
-    """
-    if "initial" not in group or "initial" not in saved_group:
-        # The checkpoint is very old, or the optimizer is not in State.optimizers
-        return {}
-    before, now = saved_group["initial"], group["initial"]
-    edited = {"initial": now}
-    for name in before.keys() & now.keys():
-        if not has_tensors([before[name], now[name]]) and before[name] != now[name]:
-            edited[name] = group[name]
-    return edited
-
-# ---- Training
-def check_B_divides_rows(cfg, step):
-    """Raise UserError if the rows of a step are not a multiple of B * processes."""
-    rows = rows_of_step(cfg, step)
-    if rows < 1 or rows % (cfg.B * world_size()):
-        raise UserError(f"Step {step} has {rows} rows. rows_before() must give each step a "
-                        f"multiple of B * processes = {cfg.B} * {world_size()}. Edit it, or lower "
-                        "--B.")
-
-@torch.no_grad()
-def warning_about_loss(run):
-    """Return a warning if the model's loss in eval mode is not the cross-entropy."""
-    x, y = run.val_loader.batch(0, 1, run.device)
-    with run.autocast(), torch.compiler.set_stance("force_eager"):  # do not compile for one row
-        logits, loss = run.state.eval_model(x, y)
-    excess = (loss - F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())).item()
-    if abs(excess) > 1e-4 * max(1.0, loss.item()):
-        return ("val is not the cross-entropy of the logits: on one row it differs by "
-                f"{excess:+.6f}. Put a term that only training should minimize under "
-                "`if self.training`.")
-
-@torch.no_grad()
-def problem_with_weights(raw_model):
-    """Return a message if the processes have different weights, or None.
-
-    They differ if, for example, each process decides from its own loss whether to skip a step.
-    problem_with_norms() cannot detect this, because all processes have the same gradients.
-    """
-    if world_size() == 1:
-        return None
-    norm = nn.utils.get_total_norm(list(raw_model.parameters()))
-    norms = [torch.empty_like(norm) for _ in range(world_size())]
-    dist.all_gather(norms, norm)
-    norms = torch.stack(norms).tolist()
-    if max(norms) - min(norms) > 1e-5 * max(norms):  # allows for rounding
-        return (f"The weights of the processes have norms from {min(norms):.7g} to "
-                f"{max(norms):.7g}, so they train different models. Base the decision to "
-                "skip an update on values that are the same in all processes.")
-    return None
 
 if __name__ == "__main__":
     main()

@@ -248,7 +248,8 @@ def training_run(**constants):
     cfg = t.Config(**dict(data=".", hellaswag_every=0, device=DEVICE) | constants)
     t.check_config(cfg)
     cfg = dataclasses.replace(cfg, B=t.fitting_B(cfg))
-    run = t.set_up(cfg, t.StartingPoint(), t.set_up_device(cfg.device))
+    start = t.StartingPoint(t.gpt_config_of_run(cfg))
+    run = t.set_up(cfg, start, t.set_up_device(cfg.device))
     with run.folder.executor:  # its end waits for a save in progress
         yield run
 

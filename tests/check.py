@@ -51,7 +51,7 @@ PROMISES = {
     "evaluations": ("validation and samples do not change training",
         "Perhaps forward() updates a buffer or a counter also in validation. Do so under "
         "`if self.training`. If training is meant to depend on the validation loss, as with early "
-        "stopping, remove eval_every from FREE_TO_CHANGE in train_gpt2.py, so that a run is "
+        "stopping, remove eval_every from NOT_COMPARED in train_gpt2.py, so that a run is "
         "resumed with the same eval_every."),
     "killed": ("a killed run continues as if it had not been killed",
         "Something that later steps depend on is not restored. Usually it is neither in State nor "
@@ -624,7 +624,7 @@ class Check:
     def check_evaluations(self):
         run, every = self.result("evaluated"), self.plan.common["eval_every"]
         if not run.report["eval_every_is_free"]:
-            raise Unchecked("eval_every is not in FREE_TO_CHANGE, so it may affect training")
+            raise Unchecked("eval_every is not in NOT_COMPARED, so it may affect training")
         one, two = [{key: value for key, value in losses_of(log).items()
                      if key[1] == "train" or key[0] == self.plan.options.steps}
                     for log in (self.base.log, run.log)]
@@ -652,7 +652,7 @@ class Check:
         if plan.B == 1:
             raise Unchecked("B is 1, so it cannot be halved")
         if not half.report["B_is_free"]:
-            raise Unchecked("B is not in FREE_TO_CHANGE, so it may affect training")
+            raise Unchecked("B is not in NOT_COMPARED, so it may affect training")
         if half.report["draws"]:
             raise Unchecked("forward() draws random numbers, which depend on B as those of dropout "
                             "do; switch them off to check B")

@@ -97,8 +97,8 @@ def train_and_report(t, train, run, job):
         scale = max(job["nudge"], torch.finfo(p.dtype).eps)  # an edit may have 16-bit weights
         p.data.copy_(p.data.float() * (1 + scale * noise))
     report = {"constants": asdict(run.cfg), "device": run.device.type, "step": run.state.step,
-              "B_is_free": "B" in t.FREE_TO_CHANGE,
-              "eval_every_is_free": "eval_every" in t.FREE_TO_CHANGE}
+              "B_is_free": "B" in t.NOT_COMPARED,
+              "eval_every_is_free": "eval_every" in t.NOT_COMPARED}
     drawn = job["drawn"].get(id(run.state.raw_model), {})
     report["initial"] = {name: (list(p.shape), crc_of(p), some_values(p), drawn.get(name))
                          for name, p in run.state.raw_model.named_parameters()}

@@ -470,7 +470,7 @@ def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     for weights in (of_transformers, of_checkpoint):
         monkeypatch.setattr(t, "read_weights", lambda name: weights)
         cfg, start, _ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
-        assert cfg.width == t.gpt_config_of_run(cfg, start.spec).width == 30.0
+        assert cfg.width == start.gpt_config.width == 30.0
     with pytest.raises(t.UserError, match="width is 30.0 in the weights w: leave out --width"):
         t.resolve_config(flags | {"log_dir": str(tmp_path / "log"), "width": "31"})
 
@@ -764,7 +764,7 @@ def test_the_steps_of_epochs_follow_a_batch_that_depends_on_max_steps(monkeypatc
     def rows_before(cfg, step):
         return step + max(0, step - cfg.max_steps // 2)
     monkeypatch.setattr(t, "rows_before", rows_before)
-    cfg = t.Config(epochs=2, max_steps=1000, T=1, total_batch_size=512)
+    cfg = t.Config(epochs=2, max_steps=1000)
     steps = t.steps_for_epochs(cfg, rows_per_epoch=30)
     assert rows_before(dataclasses.replace(cfg, max_steps=steps), steps) == 60
     assert rows_before(dataclasses.replace(cfg, max_steps=steps - 1), steps - 1) < 60

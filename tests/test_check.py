@@ -449,13 +449,13 @@ def test_a_metric_that_depends_on_B_or_on_processes_is_noted(tmp_path):
     assert note.startswith("acc is 1.00005 with one process and 1.1 with two processes, at step 1")
 
 def test_constants_that_are_not_free_to_change_are_not_checked(tmp_path):
-    """README tells those whose loss depends on B to remove it from FREE_TO_CHANGE. The same is
+    """README tells those whose loss depends on B to remove it from NOT_COMPARED. The same is
     true of eval_every."""
     found = verdicts(tmp_path, half=({(1, "train"): "4.1"}, dict(B_is_free=False)),
                      evaluated=({(1, "train"): "4.1"}, dict(eval_every_is_free=False)))
     for promise in ("B", "evaluations"):
         verdict = found[promise]
-        assert verdict.outcome == "not checked" and "FREE_TO_CHANGE" in verdict.detail
+        assert verdict.outcome == "not checked" and "NOT_COMPARED" in verdict.detail
 
 def test_jumps_of_the_learning_rate_and_different_batches_are_noted():
     """A usual schedule and equal batches give no note."""

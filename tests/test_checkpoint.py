@@ -419,16 +419,16 @@ def other(constant):
 def test_a_changed_constant_is_refused_with_both_values(reference):
     """Constants that affect training cannot change when a run continues; max_steps may grow.
 
-    The message names the old and the new value. The constants in FREE_TO_CHANGE may change.
+    The message names the old and the new value. The constants in NOT_COMPARED may change.
     """
     saved = load(reference / LAST)
     cfg, data = t.Config(**saved["constants"]), saved["data"]
     constants = {field.name: field for field in dataclasses.fields(t.Config)}
-    assert t.FREE_TO_CHANGE <= constants.keys()
-    for name in t.FREE_TO_CHANGE:
+    assert t.NOT_COMPARED <= constants.keys()
+    for name in t.NOT_COMPARED:
         changed = dataclasses.replace(cfg, **{name: other(constants[name])})
         t.check_same_training(saved, changed, data)
-    for name in constants.keys() - t.FREE_TO_CHANGE - {"data"}:
+    for name in constants.keys() - t.NOT_COMPARED - {"data"}:
         value = other(constants[name])
         with pytest.raises(t.UserError) as e:
             t.check_same_training(saved, dataclasses.replace(cfg, **{name: value}), data)

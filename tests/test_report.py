@@ -179,8 +179,11 @@ def test_a_run_that_no_longer_learns_is_ended(monkeypatch, loss, norm, float16, 
         t.check_step(run, 399, loss, [norm])
     assert bool(run.folder.write_run.call_args_list) == ends  # it writes {"failed": ...}
 
-def test_the_first_lines_show_epochs_and_optimizer_groups():
-    """The groups show the effect of edits that freeze parameters or change their weight decay."""
+def test_the_first_lines_show_epochs_and_optimizer_groups(monkeypatch):
+    """The groups show the effect of edits that freeze parameters or change their weight decay.
+
+    The number of tokens follows an edit of rows_before().
+    """
     model, cfg = small(), t.Config(max_steps=10, total_batch_size=4096, T=1024)
     run = MagicMock(cfg=cfg)
     run.train_loader.rows_per_epoch, run.state.step = 16, 10
@@ -191,6 +194,8 @@ def test_the_first_lines_show_epochs_and_optimizer_groups():
     assert "10 steps, 40,960 tokens, 2.50 epochs" in out and "This run is finished" in out
     assert re.search(r"(\S+) in 10 tensors by AdamW with decay 0.1; 896 in 18 tensors by AdamW "
                      "with decay 0.0$", out, re.M)[1] == f"{sum(p.numel() for p in matrices):,}"
+    monkeypatch.setattr(t, "rows_before", lambda cfg, step: step * (step + 1) // 2)
+    assert f"10 steps, {55 * 1024:,} tokens" in t.description(run, checkpoint=None)
 
 def test_only_the_newest_plot_is_drawn_after_a_slow_save(tmp_path, monkeypatch):
     """A plot that waits for a save is dropped when the next plot is due."""
