@@ -315,20 +315,20 @@ def find_hub_files(source, remote_name):
                         f"network, or try a mirror: HF_ENDPOINT=https://hf-mirror.com.") from None
 
 def read_batches(urls, start_file, start_row):
-    """Yield (file number, number of the first row, texts) for each batch of the corpus.
+    """Yield (file number, batch_start, texts) for each batch of the corpus.
 
-    Start at row `start_row` of file `start_file`. A text is "" if its row has none. Raise UserError
-    if a file cannot be read.
+    batch_start is the number of the batch's first row. A text is "" if its row has none. Start at
+    row `start_row` of file `start_file`. Raise UserError if a file cannot be read.
     """
     import fsspec  # datasets and torch depend on it, so it is always installed
     for file_number in range(start_file, len(urls)):
         url = urls[file_number]
         first_row = start_row if file_number == start_file else 0  # the first row to read
-        batch_start = first_row  # the first row of the current batch
+        batch_start = first_row
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
-        texts = []  # the texts of the current batch. If a row cannot be read, those before it
+        texts = []  # the texts of the current batch that have been read so far
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
@@ -481,16 +481,16 @@ def start_workers(nprocs, encoding_name):
 def tokenize_all(batches, nprocs, encoding_name):
     """Tokenize batches in nprocs worker processes.
 
-    For each batch (file number, first row, texts), yield (file number, first row, tokens (n,)).
+    For each batch (file number, batch_start, texts), yield (file number, batch_start, tokens (n,)).
     At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
     """
     workers = start_workers(nprocs, encoding_name)
     idle_workers = deque(workers)  # a deque is thread-safe
 
-    def tokenize_in_worker(file_number, first_row, texts):
+    def tokenize_in_worker(file_number, batch_start, texts):
         worker = idle_workers.popleft()  # not empty: there are as many workers as threads
         try:
-            return file_number, first_row, worker.tokenize(texts)
+            return file_number, batch_start, worker.tokenize(texts)
         finally:
             idle_workers.append(worker)
 
@@ -605,8 +605,8 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    If the manifest is missing or lists different inputs, shards in local_dir cannot be used. Then
-    raise UserError if there are training shards. If there is only a validation shard (perhaps the
+    If the manifest is missing or lists different inputs, shards in local_dir cannot be used. If
+    there are training shards, raise UserError. If there is only a validation shard (perhaps the
     corpus was too short for others), return [], so that it is made again.
     """
     folder = Path(cfg.local_dir)
@@ -637,7 +637,7 @@ def find_finished(cfg, files):
 def cut_shards(results, shard_size, dtype, start, n_files):
     """Cut tokens into shards; yield the tokens (n,) of each shard and the Place at its end.
 
-    results: (file number, first row, tokens) for each batch, starting with the batch of `start`.
+    results: (file number, batch_start, tokens) for each batch, starting with the batch of `start`.
     start: the Place at which the first shard starts.
     n_files: the number of files.
     The yielded array is overwritten with the next shard.
@@ -647,7 +647,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     to_skip = start.offset  # number of tokens at the start that belong to earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
-        for file_number, first_row, tokens in results:
+        for file_number, batch_start, tokens in results:
             n_skipped = min(to_skip, len(tokens))
             to_skip -= n_skipped
             position = n_skipped  # the index of the next token to copy
@@ -658,7 +658,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
                 position += len(part)
                 bar.update(len(part))
                 if filled == shard_size:
-                    yield buffer, Place(file_number, batch_start=first_row, offset=position)
+                    yield buffer, Place(file_number, batch_start, offset=position)
                     filled = 0
                     bar.reset()
     if filled:

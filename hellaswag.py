@@ -45,7 +45,8 @@ GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them ta
 class Prepared(NamedTuple):
     """Q questions as rows of tokens for one model. Row number 4 * q + i has ending i of question q.
 
-    make_batches() sorts the rows by length, so each batch lists the numbers of its R rows.
+    make_batches() sorts the rows of all questions by length. So a batch has R rows of different
+    questions, padded to a common length N, and a list of their row numbers.
     """
     batches: list           # (row numbers, tokens (R, N), is_ending (R, N)) of each batch
     labels: torch.Tensor    # (Q,) the index of the correct ending

@@ -18,8 +18,8 @@ memory.
 on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
-what long runs need in practice. Some code has no effect in this file as it is,
-and only keeps edited copies correct. It has the mark "Only for edits:".
+what long runs need in practice. Some code, marked "Only for edits:", has no
+effect in this file as it is. It is there to keep your edits correct.
 """
 import ast
 import bisect
@@ -144,13 +144,13 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() only stores the std of a layer's weight as init_std. When GPT.__init__ has built all
-# layers, init_weights() draws the weights
-
-# Only for edits: draw_later() also fills the weight with this value, and init_weights() draws only
-# the elements that still have it. So an edit may set some elements to other values, for example to
-# 0, before the weight is drawn. (But it must not multiply or copy the weight before it is drawn)
-PLACEHOLDER = 2.0**17
+# draw_later() only stores the std of a layer's weight, and marks the weight by filling it with the
+# value UNDRAWN. When GPT.__init__ has built all layers, init_weights() draws the marked weights
+#
+# Only for edits: a weight may be set to other values before init_weights() is called, for example
+# to 0. Then it is no longer marked, and keeps these values. But check_parameters() reports a weight
+# that was multiplied, or copied from another one, while it was marked
+UNDRAWN = 2.0**17
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
@@ -158,22 +158,21 @@ def draw_later(layer, std=0.02):
     Its bias is set to 0.
     """
     layer.weight.init_std = std
-    nn.init.constant_(layer.weight, PLACEHOLDER)
+    nn.init.constant_(layer.weight, UNDRAWN)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Draw the weights that draw_later() has prepared.
+    """Draw the weights that draw_later() has marked.
 
     The random numbers depend only on the seed and on the names of the weights.
     """
     for name, p in model.named_parameters():
-        if hasattr(p, "init_std"):
+        if hasattr(p, "init_std") and (p == UNDRAWN).all():
             generator = torch.Generator().manual_seed(seed_from(seed, name))
-            drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            p.copy_(torch.where(p == PLACEHOLDER, drawn.to(p.device), p))
+            p.copy_(torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator))
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and strings, as in seed_from(seed, name)."""
@@ -222,8 +221,8 @@ class CausalSelfAttention(nn.Module):
         self.n_head = config.n_head
         self.c_attn = draw_later(nn.Linear(config.n_embd, 3 * config.n_embd))  # query, key, value
         self.c_proj = draw_later(nn.Linear(config.n_embd, config.n_embd), config.residual_std)
-        # forward() does not call this module, but only reads its probability, self.dropout.p. (Only
-        # for edits: code that sets p of all nn.Dropout modules in the model thus changes it, too)
+        # forward() only reads the probability of this module, self.dropout.p. (Only for edits: it
+        # is a module, so that code which sets p of all nn.Dropout modules also changes this p)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x):
@@ -393,9 +392,9 @@ class DataLoaderLite:
     rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows, in a
     different order, as row numbers 12 to 23.
 
-    With `recut`, which is used for text files if they are shuffled, only the rows of epoch 0 begin
-    at these tokens. In a later epoch, all rows but the first one begin earlier, by a number of
-    tokens that depends on the epoch. So even a small text yields new rows in each epoch.
+    With `recut`, which is used for text files if they are shuffled, rows begin at tokens 0, T, 2 T
+    and so on only in epoch 0. In a later epoch, all rows but the first one begin earlier, by a
+    number of tokens that depends on the epoch. So even a small text yields new rows in each epoch.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -626,8 +625,8 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    # The duration of all steps. The first step after each start does not count, since its duration
-    # may include compilation
+    # The duration of all steps but the first one after each start. (The model may be compiled in
+    # that step)
     minutes_trained: float = 0.0
     tokens: int = 0               # number of tokens that the model has been trained on
 
@@ -651,7 +650,8 @@ class State:
 class Run:
     """The objects that train() uses. A resumed run builds them again, and then loads its State.
 
-    (With --minutes, steps_that_fit() also builds a Run, and measures how long its steps take.)
+    (With --minutes, steps_that_fit() first builds another Run, without a folder, and takes trial
+    steps with it to compute max_steps.)
     """
     cfg: Config
     state: State
@@ -662,7 +662,7 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
-    hellaswag_data: object        # a hellaswag.Prepared; None if HellaSwag is off or not available
+    hellaswag_data: object        # HellaSwag's questions; None if it is off or not available
     folder: "RunFolder | None"    # writes to log_dir; None in steps_that_fit()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
@@ -847,8 +847,8 @@ def train(run):
 #                 that max_steps may grow (check_same_training)
 #     data        that of the command. It must be the same as before (check_same_training)
 #     code        that of today. If it was edited, the run continues with a warning. But if the run
-#                 has no steps left, edited code is an error, since it would only evaluate a model
-#                 that other code has trained (check_code_of_finished_run)
+#                 is finished, this is an error, because the edited code would evaluate a model that
+#                 it has not trained (check_code_of_finished_run)
 #     State       that of the checkpoint (restore_state). But if hyperparameters of an optimizer
 #                 were edited in the code, they have their new values (edited_hyperparameters)
 #     log.txt     without the lines about steps that are repeated (truncate_and_open_log)
@@ -932,6 +932,13 @@ def run_command(flags):
 # `epochs` or `minutes`, set_up() computes it from the data or the speed of trial steps
 PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 
+@dataclass
+class StartingPoint:
+    """The model that a command begins with, and what its weights are loaded from."""
+    gpt_config: GPTConfig             # the constants of the model to build
+    weights: Weights | None = None    # in a new run with init_from and for samples: to be loaded
+    checkpoint: dict | None = None    # in a resumed run: State is restored from it
+
 def resolve_config(flags, device=torch.device("cpu")):
     """Return the Config, the StartingPoint, and the text to print first. flags: {name: text}.
 
@@ -945,15 +952,18 @@ def resolve_config(flags, device=torch.device("cpu")):
 
     Finally, B is lowered if it does not divide a process's share of the batch.
     """
-    flags = without_overridden(flags)
+    flags = with_implied_flags(flags)
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
     # In a | b, values of b take precedence. So these are the values of the preset and the flags
     given = {"data": data} | PRESETS.get(preset_name, {}) | flags
-    # find_start() only needs constants that never come from weights, such as init_from and log_dir
-    spec, weights, checkpoint = find_start(make_config(Config, given), device)
+    # This first Config is for find_start() and find_spec(), which only need constants that never
+    # come from weights, such as init_from and log_dir
+    cfg = make_config(Config, given)  # this also converts the flags, which are text
+    weights, checkpoint = find_start(cfg, device)
+    spec = find_spec(cfg, weights, checkpoint)
     from_weights = values_from_weights(spec, preset_name, given)
-    cfg = make_config(Config, given | from_weights)  # this also converts the flags, which are text
+    cfg = make_config(Config, given | from_weights)
     text = note + describe_preset(preset_name, cfg)
     if spec:
         check_flags_against_weights(flags, from_weights, spec.source)
@@ -963,10 +973,11 @@ def resolve_config(flags, device=torch.device("cpu")):
         cfg = replace(cfg, B=fitting_B(cfg))
     return cfg, StartingPoint(gpt_config_of_run(cfg, spec), weights, checkpoint), text
 
-def without_overridden(flags):
-    """Return flags in which --max_steps overrides the constants `epochs` and `minutes`.
+def with_implied_flags(flags):
+    """Return the flags, and with --max_steps also those that it implies: no epochs and no minutes.
 
-    (It does not override the flags --epochs and --minutes.)
+    Otherwise `epochs` in the preset FINETUNE, for example, would override --max_steps. If --epochs
+    or --minutes is given, too, it takes precedence over --max_steps.
     """
     return {"epochs": "0", "minutes": "0"} | flags if "max_steps" in flags else flags
 
@@ -995,39 +1006,37 @@ def choose_preset(data, flags):
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
 # ---- What a command starts from
-@dataclass
-class StartingPoint:
-    """What a command starts from."""
-    gpt_config: GPTConfig             # the constants of the model to build
-    weights: Weights | None = None    # in a new run with init_from and for samples: to be loaded
-    checkpoint: dict | None = None    # in a resumed run: State is restored from it
-
 def find_start(cfg, device):
-    """Return the ModelSpec, the Weights and the checkpoint that a command starts from, or None.
+    """Return the Weights to load and the checkpoint to restore. At least one of them is None.
 
-    The ModelSpec describes the model that determines constants in Config, for example n_layer: the
-    model in init_from or, with --sample, the model to sample from.
-
-    With init_from=scratch, a resumed run has no ModelSpec, although its checkpoint contains a
-    model: Config determines the constants. If one of them was edited, check_same_training() finds
-    that it differs from the constant in the checkpoint, and reports both.
-
-    Raise UserError if a file cannot be read.
+    Weights are loaded in a new run with init_from and by --sample, a checkpoint is restored in a
+    resumed run. Raise UserError if a file cannot be read.
     """
     if cfg.init_from == "resume":  # nanoGPT's way to resume a run
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
     if cfg.sample:
-        weights = read_weights_to_sample_from(cfg)
-        return weights.spec, weights, None
-    checkpoint = read_newest_checkpoint(cfg.log_dir, device)  # None in a new run
-    if cfg.init_from == "scratch":
-        return None, None, checkpoint
+        return read_weights_to_sample_from(cfg), None
+    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
     if checkpoint:
-        # Do not read init_from, which may not exist any longer
-        return spec_in_checkpoint(checkpoint, cfg.log_dir), None, checkpoint
-    weights = read_weights(cfg.init_from)
-    return weights.spec, weights, None
+        return None, checkpoint
+    return (None if cfg.init_from == "scratch" else read_weights(cfg.init_from)), None
+
+def find_spec(cfg, weights, checkpoint):
+    """Return the ModelSpec that determines constants in Config, for example n_layer, or None.
+
+    weights, checkpoint: from find_start(). It is the spec of the weights to load. If a resumed run
+    began with weights (init_from), it is that of its checkpoint.
+
+    A run from scratch has no such spec, not even when it is resumed: Config determines all
+    constants. If you edit n_layer, for example, check_same_training() finds that it differs from
+    the n_layer in the checkpoint, and reports both values.
+    """
+    if weights:
+        return weights.spec
+    if checkpoint and cfg.init_from != "scratch":
+        return spec_in_checkpoint(checkpoint, cfg.log_dir)
+    return None
 
 def read_weights_to_sample_from(cfg):
     """Return the Weights in init_from or, if this constant is not set, those in log_dir."""
@@ -1055,9 +1064,9 @@ def read_newest_checkpoint(log_dir, device):
 def values_from_weights(spec, preset_name, given):
     """Return {name: value} of the constants in Config that existing weights determine.
 
-    These are the encoding, if it is known, and all constants that are also in GPTConfig, except
-    dropout. The preset FINETUNE has no max_lr and no T, so here they get values that suit the
-    weights, unless `given` contains them.
+    These are the encoding, if it is known, and all constants that are also in GPTConfig (n_layer,
+    n_head and n_embd), except dropout. The preset FINETUNE has no max_lr and no T, so here they get
+    values that suit the weights, unless `given` contains them.
 
     spec: the ModelSpec of the weights. If it is None, the dict is empty. given: {name: value} of
     the preset and the flags.
@@ -1165,7 +1174,10 @@ def set_up(cfg, start, device):
     return run
 
 def check_model_fits(gpt_config, cfg, encoding):
-    """Raise UserError if the model in init_from has the wrong vocabulary or a short context."""
+    """Raise UserError if the model in init_from has the wrong vocabulary or a short context.
+
+    (With init_from=scratch, the model has the vocabulary of the encoding and the context T.)
+    """
     n_vocab, block_size = gpt_config.n_vocab, gpt_config.block_size
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
@@ -1266,7 +1278,7 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    store_initial_hyperparameters(state.optimizers)  # Only for edits: see the next section
+    store_initial_hyperparameters(state.optimizers)  # Only for edits: load_optimizer() uses them
     check_can_be_saved(state.state_dict())
     return state
 
@@ -1317,48 +1329,6 @@ def description(run, checkpoint):
     if 0 < cfg.max_steps <= state.step:
         lines.append("This run is finished. It is only validated, sampled and exported again.")
     return "\n".join(lines)
-
-# ---- Edited hyperparameters. An optimizer group holds hyperparameters, such as momentum. A resumed
-# run continues with the saved values, since training may have changed some of them. But if a value
-# was edited in the code, the run continues with the new value. To find out what was edited, each
-# group has an entry "initial" with a copy of the values with which the code has built the group.
-#
-# For example, suppose that the code builds a group with momentum=0.95, and that training changes
-# this to 0.97. Then a checkpoint has momentum=0.97, and its "initial" has momentum=0.95. If the
-# code of the resumed run builds the group with 0.95, as before, the run continues with 0.97. But if
-# it builds the group with 0.9, this differs from "initial", and the run continues with 0.9
-def store_initial_hyperparameters(optimizers):
-    """Store a copy of the hyperparameters of each optimizer group in its entry "initial".
-
-    If a group has no "peak_lr", set this, too. Groups that have "initial" do not change. So if
-    train_step() adds an optimizer or a group, call this function again.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            # configure_optimizers() has set it, but not in groups that were added later
-            group.setdefault("peak_lr", group["lr"])
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
-def edited_hyperparameters(group, saved_group):
-    """Return {name: value} of the hyperparameters in `group` that were edited in the code.
-
-    If there is an entry "initial", the dict also contains that of `group`, with which the next
-    restart will compare. Tensors, which may be large, are not compared, and do not count as edited.
-
-    group: an optimizer group as the code builds it now. saved_group: the same group in the
-    checkpoint.
-    """
-    if "initial" not in group or "initial" not in saved_group:
-        # The checkpoint is very old, or the optimizer is not in State.optimizers
-        return {}
-    before, now = saved_group["initial"], group["initial"]
-    edited = {"initial": now}
-    for name in before.keys() & now.keys():
-        if not has_tensors([before[name], now[name]]) and before[name] != now[name]:
-            edited[name] = group[name]
-    return edited
 
 # ---- Processes and the machine. torchrun starts one process per GPU and gives each a number, its
 # rank. For device, dtype and compile, "auto" selects a fast choice for this machine. If a GPU
@@ -1622,7 +1592,8 @@ def read_weights(name):
     model = gpt_from_hugging_face(name)  # a GPT, already converted
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
-    # (Only for edits: a constant that was added to GPTConfig is unknown to transformers)
+    # (Only for edits: constants that were added to GPTConfig are left out, because transformers
+    # does not know them)
     known = ("block_size", "n_vocab", "n_layer", "n_head", "n_embd")
     model_constants = {key: getattr(model.config, key) for key in known}
     return Weights(ModelSpec(name, model_constants, encoding_name), model.state_dict())
@@ -1723,9 +1694,10 @@ def newest_checkpoint(folder):
 def newest_or_best_checkpoint(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    This is the newest checkpoint. But if the last validation loss is above the lowest one, it is
-    the checkpoint with the lowest one. (Only losses of checkpoints that still exist count.) Damaged
-    checkpoints are skipped. Return None if there is no checkpoint.
+    If the last validation loss is not the lowest one, it is the checkpoint with the lowest loss.
+    Otherwise, it is the newest checkpoint, even if this has not been validated. (Only losses of
+    checkpoints that still exist count.) Damaged checkpoints are skipped. Return None if there is no
+    checkpoint.
     """
     found = find_checkpoints(folder)  # {step: path}, the newest first
     paths = list(found.values())
@@ -1850,8 +1822,50 @@ def load_optimizer(optimizer, saved):
         # A hyperparameter has its saved value, unless it was edited in the code. If the checkpoint
         # lacks it, it has the value in `group`, which the code has built
         edited = edited_hyperparameters(group, saved_group)
-        groups.append(group | moved(saved_group, device) | edited)
+        resumed = group | moved(saved_group, device) | edited
+        if "initial" in group:
+            resumed["initial"] = group["initial"]  # for the comparison at the next restart
+        groups.append(resumed)
     optimizer.load_state_dict(saved | {"param_groups": groups})
+
+# ---- Edited hyperparameters. An optimizer group holds hyperparameters, such as momentum. A resumed
+# run continues with the saved values, since training may have changed some of them. But if a value
+# was edited in the code, the run continues with the new value. To find out what was edited, each
+# group has an entry "initial" with a copy of the values with which the code has built the group.
+#
+# For example, suppose that the code builds a group with momentum=0.95, and that training changes
+# this to 0.97. Then a checkpoint has momentum=0.97, and its "initial" has momentum=0.95. If the
+# code of the resumed run builds the group with 0.95, as before, the run continues with 0.97. But if
+# it builds the group with 0.9, this differs from "initial", and the run continues with 0.9
+def store_initial_hyperparameters(optimizers):
+    """Store a copy of the hyperparameters of each optimizer group in its entry "initial".
+
+    Also set "peak_lr" in groups that configure_optimizers() has not built. A group that already has
+    "initial" does not change. So if train_step() adds an optimizer or a group, call this function
+    again.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("peak_lr", group["lr"])
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
+def edited_hyperparameters(group, saved_group):
+    """Return {name: value} of the hyperparameters in `group` that were edited in the code.
+
+    Tensors, which may be large, are not compared, and do not count as edited.
+
+    group: an optimizer group as the code builds it now. saved_group: the same group in the
+    checkpoint. (If one of them has no "initial", nothing counts as edited. This is so in very old
+    checkpoints, and for optimizers that are not in State.optimizers.)
+    """
+    before, now = saved_group.get("initial", {}), group.get("initial", {})
+    edited = {}
+    for name in before.keys() & now.keys():
+        if not has_tensors([before[name], now[name]]) and before[name] != now[name]:
+            edited[name] = group[name]
+    return edited
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -1970,7 +1984,7 @@ class RunFolder:
         self.host_buffers = {}    # host memory of the latest save, reused by the next one
 
     def begin(self, step, continues, warnings=()):
-        """Record this start in run.json, and open log.txt for appending from `step` on.
+        """Remove or rename outdated files, record this start in run.json, and open log.txt.
 
         continues: whether a run is resumed.
         """
@@ -2157,7 +2171,7 @@ def check_parameters(raw_model, optimizers):
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest >= PLACEHOLDER / 1000:  # an edit may have multiplied PLACEHOLDER by, say, 0.02
+        if largest >= UNDRAWN / 1000:  # an edit may have multiplied UNDRAWN by, say, 0.02
             raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
                             "it from another weight, before init_weights() has drawn it. Then "
                             "move this edit to the end of GPT.__init__. If its layer was created "
@@ -2358,8 +2372,8 @@ def find_warnings(run, checkpoint):
     """Return the warnings about this start of a run.
 
     There are two, both about edits: the model's loss is not the cross-entropy, and edited code
-    continues the run. RunFolder
-    stores them with the start in run.json. At the end, result_of() collects those of all starts.
+    continues the run. RunFolder stores them with the start in run.json. At the end, result_of()
+    collects those of all starts.
     """
     warnings = [warning_about_loss(run)]
     if checkpoint and is_of_other_code(checkpoint.get("code")):
@@ -2525,7 +2539,7 @@ def warning_about_time(cfg, state, n_starts):
     if not cfg.minutes or state.step < cfg.max_steps:
         return None
     ratio = state.minutes_trained / cfg.minutes
-    # State.minutes_trained leaves out one step for each start
+    # State.minutes_trained leaves out one step for each start. So allow for as many missing steps
     if abs(ratio - 1) < 0.1 + n_starts / state.step:
         return None
     return (f"Training took {state.minutes_trained:.3g} minutes instead of minutes="
@@ -2669,8 +2683,8 @@ def convert_entries(checkpoint):
     """Rename entries of the oldest format, and add the number of tokens.
 
     In this format, there was no entry "state". The attributes of State were entries of the
-    checkpoint itself, like gpt_config and encoding. They still are in the result, which
-    move_into_state() then converts.
+    checkpoint itself, like gpt_config and encoding. This function leaves them there, and
+    move_into_state() then moves them.
     """
     checkpoint = dict(checkpoint)
     # "model" held the weights of eval_model. If an edit averaged the weights, there was another
@@ -2697,7 +2711,7 @@ def rename_to_initial(optimizers):
     for optimizer in optimizers:
         for group in optimizer.get("param_groups", []):
             # A run that several versions have continued may have several of these entries. The
-            # newest one counts
+            # newest one, which is the last one in this list, counts
             entries = [group.pop(name) for name in ("as_built", "in_code", "initial")
                        if name in group]
             if entries:
