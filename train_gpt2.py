@@ -144,12 +144,12 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() only stores the std of a layer's weight, and marks the weight by filling it with the
-# value UNDRAWN. When GPT.__init__ has built all layers, init_weights() draws the marked weights
+# draw_later() only stores the std of a layer's weight, and sets all elements of the weight to
+# UNDRAWN. When GPT.__init__ has built all layers, init_weights() replaces UNDRAWN by random numbers
 #
-# Only for edits: a weight may be set to other values before init_weights() is called, for example
-# to 0. Then it is no longer marked, and keeps these values. But check_parameters() reports a weight
-# that was multiplied, or copied from another one, while it was marked
+# Only for edits: elements that are set to other values before init_weights() is called, for example
+# to 0, keep these values. But check_parameters() reports a weight that was multiplied before it was
+# drawn, or that is a copy of an undrawn weight
 UNDRAWN = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -165,14 +165,15 @@ def draw_later(layer, std=0.02):
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Draw the weights that draw_later() has marked.
+    """Draw the weights that draw_later() has set to UNDRAWN.
 
     The random numbers depend only on the seed and on the names of the weights.
     """
     for name, p in model.named_parameters():
-        if hasattr(p, "init_std") and (p == UNDRAWN).all():
+        if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
-            p.copy_(torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator))
+            drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
+            p.copy_(torch.where(p == UNDRAWN, drawn.to(p.device), p))
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and strings, as in seed_from(seed, name)."""
