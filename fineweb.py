@@ -340,8 +340,8 @@ def read_batches(urls, start_file, start_row):
                     batch_start += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            # `texts` contains the rows of the batch before the one that cannot be read. The message
-            # counts rows from 1, as text editors do
+            # `texts` contains the rows of this batch that could be read. The next row could not be
+            # read. The message counts rows from 1, as text editors do
             failed_row = batch_start + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{summary_of(e)}): repair the file or the network, and repeat the "
@@ -419,7 +419,10 @@ class Worker:
         far_end.close()  # now only the worker holds it, so recv() fails if the worker dies
 
     def tokenize(self, texts):
-        """Return the tokens (n,) of a list of texts. Raise UserError if the process is dead."""
+        """Let the process tokenize a list of texts. Return their tokens (n,).
+
+        Raise UserError if the process is dead.
+        """
         try:
             self.connection.send(texts)
             return self.connection.recv()
@@ -470,7 +473,7 @@ def start_workers(nprocs, encoding_name):
 
     This process also ignores them while it starts the workers, a fraction of a second.
     """
-    # Child processes inherit that a signal is ignored
+    # Child processes inherit that a signal is ignored. signal.signal() returns the old handler
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
     try:
         return [Worker(encoding_name) for _ in range(nprocs)]
@@ -516,15 +519,15 @@ def tokenize_all(batches, nprocs, encoding_name):
 class Place(NamedTuple):
     """A point in the corpus, at which a shard ends and the next one starts.
 
-    The corpus is read in batches of rows, and cut_shards() receives the tokens of a whole batch. So
-    a place is given by the row at which a batch starts, and by the number of tokens from there to
+    It is given by a row before the point, and by the number of tokens from the start of this row to
     the point. For example, Place(2, 300, 1200) means that the next shard is made by reading file 2
-    from row 300 on, and leaving out the first 1,200 tokens. The end of the corpus, where a shard
-    that is not full ends, is Place(number of files, 0, 0).
+    from row 300 on, and leaving out the first 1,200 tokens. (The row is the first one of a batch,
+    because cut_shards() only receives the tokens of whole batches.) The end of the corpus, where a
+    shard that is not full ends, is Place(number of files, 0, 0).
     """
     file_number: int  # index of the file in reading order
     batch_start: int  # number of the first row of a batch
-    offset: int       # number of tokens between the start of this batch and the point
+    offset: int       # number of tokens from the start of this row to the point
 
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""

@@ -18,8 +18,8 @@ memory.
 on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
-what long runs need in practice. Some code, marked "Only for edits:", has no
-effect in this file as it is. It is there to keep your edits correct.
+what long runs need in practice. Code and remarks that only matter when you
+change this file have the mark "Only for edits:".
 """
 import ast
 import bisect
@@ -144,28 +144,22 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() only stores the std of a layer's weight, and sets all elements of the weight to
-# UNDRAWN. When GPT.__init__ has built all layers, init_weights() replaces UNDRAWN by random numbers
-#
-# Only for edits: elements that are set to other values before init_weights() is called, for example
-# to 0, keep these values. But check_parameters() reports a weight that was multiplied before it was
-# drawn, or that is a copy of an undrawn weight
-UNDRAWN = 2.0**17
-
+# draw_later() only stores the std of a layer's weight. When GPT.__init__ has built all layers,
+# init_weights() draws the weights
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
     """
     layer.weight.init_std = std
-    nn.init.constant_(layer.weight, UNDRAWN)
+    mark_undrawn(layer.weight)  # Only for edits
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
 
 @torch.no_grad()
 def init_weights(model, seed):
-    """Draw the weights that draw_later() has set to UNDRAWN.
+    """Draw the weights of all layers to which draw_later() was applied.
 
     The random numbers depend only on the seed and on the names of the weights.
     """
@@ -173,7 +167,7 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            p.copy_(torch.where(p == UNDRAWN, drawn.to(p.device), p))
+            replace_undrawn(p, drawn)  # the same as p.copy_(drawn). (Only for edits: see there)
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and strings, as in seed_from(seed, name)."""
@@ -394,8 +388,9 @@ class DataLoaderLite:
     different order, as row numbers 12 to 23.
 
     With `recut`, which is used for text files if they are shuffled, rows begin at tokens 0, T, 2 T
-    and so on only in epoch 0. In a later epoch, all rows but the first one begin earlier, by a
-    number of tokens that depends on the epoch. So even a small text yields new rows in each epoch.
+    and so on only in epoch 0. In any other epoch, all rows except the first one of a shard begin
+    the same number of tokens earlier, and this number depends on the epoch. So even a small text
+    yields new rows in each epoch.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -542,7 +537,7 @@ class Muon(torch.optim.Optimizer):
         average = self.state[p]["momentum_buffer"]
         # a.lerp(b, w) is (1 - w) * a + w * b
         average.lerp_(p.grad, 1 - momentum)     # new = momentum * old + (1 - momentum) * p.grad
-        ahead = p.grad.lerp(average, momentum)  # next = momentum * new + (1 - momentum) * p.grad
+        ahead = p.grad.lerp(average, momentum)  # next = (1 - momentum) * p.grad + momentum * new
         return ahead.to(self.dtype)
 
     @torch.no_grad()
@@ -593,9 +588,7 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            # This is the group's learning rate when get_lr() is max_lr. In other steps, the group's
-            # learning rate is lower by the same factor as get_lr() (see step_optimizers)
-            group["peak_lr"] = group["lr"]
+            group["peak_lr"] = group["lr"]  # the highest lr of the group, for step_optimizers()
     return optimizers
 
 # ---- Training
@@ -626,8 +619,8 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    # The duration of all steps but the first one after each start. (The model may be compiled in
-    # that step)
+    # Training time in minutes, without the first step after each start, in which the model may be
+    # compiled
     minutes_trained: float = 0.0
     tokens: int = 0               # number of tokens that the model has been trained on
 
@@ -649,10 +642,10 @@ class State:
 
 @dataclass
 class Run:
-    """The objects that train() uses. A resumed run builds them again, and then loads its State.
+    """The objects that train() uses.
 
-    (With --minutes, steps_that_fit() first builds another Run, without a folder, and takes trial
-    steps with it to compute max_steps.)
+    Only `state` is saved. When a run is resumed, all of these objects are built again, and then
+    `state` is restored. (With --minutes, trial steps determine max_steps. They use another Run.)
     """
     cfg: Config
     state: State
@@ -664,7 +657,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions; None if it is off or not available
-    folder: "RunFolder | None"    # writes to log_dir; None in steps_that_fit()
+    folder: "RunFolder | None"    # writes to log_dir; None in trial steps
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -764,8 +757,8 @@ def step_optimizers(state, cfg, norm):
     overflowed = state.scaler.is_enabled() and not norm.isfinite()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # For AdamW, peak_lr is max_lr, so this is get_lr(). For Muon, it is muon_lr_ratio times
-            # as high
+            # get_lr() / max_lr is a curve that rises to 1 and then falls. For AdamW, peak_lr is
+            # max_lr, so lr is get_lr(). For Muon, lr is muon_lr_ratio times as high
             group["lr"] = group["peak_lr"] * get_lr(state.step, cfg) / cfg.max_lr
         if not overflowed:
             state.scaler.step(optimizer)
@@ -795,7 +788,8 @@ def train(run):
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (If this
             # step is already saved, or if it is step 0 of a run from scratch, save() does nothing.
-            # Otherwise it also deletes old checkpoints, see RunFolder.prune())
+            # Otherwise it also deletes older checkpoints, see RunFolder.prune(): keep_every matters
+            # only there)
             check_ranks_have_same_weights(run)
             run.folder.save(state)
         if due(cfg.eval_every, run):
@@ -933,46 +927,39 @@ def run_command(flags):
 # `epochs` or `minutes`, set_up() computes it from the data or the speed of trial steps
 PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 
-@dataclass
-class StartingPoint:
-    """The model that a command begins with, and what its weights are loaded from."""
-    gpt_config: GPTConfig             # the constants of the model to build
-    weights: Weights | None = None    # in a new run with init_from and for samples: to be loaded
-    checkpoint: dict | None = None    # in a resumed run: State is restored from it
-
 def resolve_config(flags, device=torch.device("cpu")):
     """Return the Config, the StartingPoint, and the text to print first. flags: {name: text}.
 
     The value of a constant in Config comes from the last of these sources that has it:
 
     1. Config, where it has a default;
-    2. the preset;
-    3. the flags;
-    4. the weights from which the command starts, if there are any (see values_from_weights). Raise
-       UserError if a flag has a different value than they have.
+    2. with the preset FINETUNE, values_for_finetuning();
+    3. the preset;
+    4. the flags;
+    5. the model in init_from, if there is one (see values_from_weights). Raise UserError if a flag
+       has a different value.
 
     Finally, B is lowered if it does not divide a process's share of the batch.
     """
     flags = with_implied_flags(flags)
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    # In a | b, values of b take precedence. So these are the values of the preset and the flags
+    # In a | b, values of b take precedence. So these are sources 3 and 4
     given = {"data": data} | PRESETS.get(preset_name, {}) | flags
-    # This first Config is for find_start() and find_spec(), which only need constants that never
-    # come from weights, such as init_from and log_dir
-    cfg = make_config(Config, given)  # this also converts the flags, which are text
-    weights, checkpoint = find_start(cfg, device)
-    spec = find_spec(cfg, weights, checkpoint)
-    from_weights = values_from_weights(spec, preset_name, given)
-    cfg = make_config(Config, given | from_weights)
-    text = note + describe_preset(preset_name, cfg)
-    if spec:
-        check_flags_against_weights(flags, from_weights, spec.source)
-        text += "\n" + describe_values(spec.source, cfg, from_weights)
+    # find_start() only needs constants that the other sources do not set, for example log_dir
+    start = find_start(make_config(Config, given), device)
+    suggested = values_for_finetuning(start.init_spec) if preset_name == "FINETUNE" else {}
+    from_weights = values_from_weights(start.init_spec)
+    # make_config() also converts the flags, which are text
+    cfg = make_config(Config, suggested | given | from_weights)
+    text = note + describe_preset(preset_name, cfg, suggested)
+    if start.init_spec:
+        check_flags_against_weights(flags, from_weights, start.init_spec.source)
+        text += "\n" + describe_values(start.init_spec.source, from_weights)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
-    return cfg, StartingPoint(gpt_config_of_run(cfg, spec), weights, checkpoint), text
+    return cfg, start, text
 
 def with_implied_flags(flags):
     """Return the flags, and with --max_steps also those that it implies: no epochs and no minutes.
@@ -980,7 +967,9 @@ def with_implied_flags(flags):
     Otherwise `epochs` in the preset FINETUNE, for example, would override --max_steps. If --epochs
     or --minutes is given, too, it takes precedence over --max_steps.
     """
-    return {"epochs": "0", "minutes": "0"} | flags if "max_steps" in flags else flags
+    if "max_steps" not in flags:
+        return flags
+    return {"epochs": "0", "minutes": "0"} | flags
 
 def choose_data(flags):
     """Return the training data and a note to print.
@@ -1007,37 +996,34 @@ def choose_preset(data, flags):
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
 # ---- What a command starts from
-def find_start(cfg, device):
-    """Return the Weights to load and the checkpoint to restore. At least one of them is None.
+@dataclass
+class StartingPoint:
+    """What a command starts from: a new model, existing weights, or a checkpoint."""
+    # Describes the model in init_from, which determines constants in Config, for example n_layer.
+    # With init_from=scratch, it is None, since Config determines all constants. (If one was edited
+    # before a run is resumed, check_same_training() reports this.) With --sample, it describes the
+    # model to sample from
+    init_spec: ModelSpec | None = None
+    weights: Weights | None = None   # with --sample, and in a new run with init_from: to be loaded
+    checkpoint: dict | None = None   # in a resumed run: State is restored from it
 
-    Weights are loaded in a new run with init_from and by --sample, a checkpoint is restored in a
-    resumed run. Raise UserError if a file cannot be read.
-    """
+def find_start(cfg, device):
+    """Return the StartingPoint of a command. Raise UserError if a file cannot be read."""
     if cfg.init_from == "resume":  # nanoGPT's way to resume a run
         raise UserError("init_from=resume is not needed: to resume a run, repeat its command with "
                         "the same --log_dir. Leave out --init_from=resume.")
     if cfg.sample:
-        return read_weights_to_sample_from(cfg), None
-    checkpoint = read_newest_checkpoint(cfg.log_dir, device)
+        weights = read_weights_to_sample_from(cfg)
+        return StartingPoint(weights.spec, weights)
+    checkpoint = read_newest_checkpoint(cfg.log_dir, device)  # None in a new run
+    if cfg.init_from == "scratch":
+        return StartingPoint(checkpoint=checkpoint)
     if checkpoint:
-        return None, checkpoint
-    return (None if cfg.init_from == "scratch" else read_weights(cfg.init_from)), None
-
-def find_spec(cfg, weights, checkpoint):
-    """Return the ModelSpec that determines constants in Config, for example n_layer, or None.
-
-    weights, checkpoint: from find_start(). It is the spec of the weights to load. If a resumed run
-    began with weights (init_from), it is that of its checkpoint.
-
-    A run from scratch has no such spec, not even when it is resumed: Config determines all
-    constants. If you edit n_layer, for example, check_same_training() finds that it differs from
-    the n_layer in the checkpoint, and reports both values.
-    """
-    if weights:
-        return weights.spec
-    if checkpoint and cfg.init_from != "scratch":
-        return spec_in_checkpoint(checkpoint, cfg.log_dir)
-    return None
+        # The checkpoint also describes the model in init_from, which may not exist any longer
+        init_spec = spec_in_checkpoint(checkpoint, cfg.log_dir)
+        return StartingPoint(init_spec, checkpoint=checkpoint)
+    weights = read_weights(cfg.init_from)
+    return StartingPoint(weights.spec, weights)
 
 def read_weights_to_sample_from(cfg):
     """Return the Weights in init_from or, if this constant is not set, those in log_dir."""
@@ -1050,7 +1036,7 @@ def read_weights_to_sample_from(cfg):
 
 def read_newest_checkpoint(log_dir, device):
     """Return the content of the newest undamaged checkpoint, or None. Rank 0 chooses it."""
-    path = newest_checkpoint(log_dir) if rank() == 0 else None
+    path = path_of_newest_checkpoint(log_dir) if rank() == 0 else None
     if world_size() > 1:  # processes may see different files on a shared disk
         box = [path]
         dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
@@ -1062,29 +1048,34 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 # ---- Constants in Config that existing weights determine, and checks of all constants
-def values_from_weights(spec, preset_name, given):
-    """Return {name: value} of the constants in Config that existing weights determine.
+def values_for_finetuning(spec):
+    """Return {name: value} of constants that suit the fine-tuning of a model: max_lr and T.
+
+    spec: the model's ModelSpec.
+    """
+    constants = spec.model_constants
+    return {
+        # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
+        # is 1.3e-4
+        "max_lr": 0.1 / constants["n_embd"],
+        # The largest power of two that fits into block_size, up to 1024
+        "T": min(1024, 2 ** int(math.log2(constants["block_size"])))}
+
+def values_from_weights(spec):
+    """Return {name: value} of the constants in Config that a trained model determines.
 
     These are the encoding, if it is known, and all constants that are also in GPTConfig (n_layer,
-    n_head and n_embd), except dropout. The preset FINETUNE has no max_lr and no T, so here they get
-    values that suit the weights, unless `given` contains them.
+    n_head and n_embd), except dropout. T is not among them, since rows may be shorter than the
+    model's block_size.
 
-    spec: the ModelSpec of the weights. If it is None, the dict is empty. given: {name: value} of
-    the preset and the flags.
+    spec: the model's ModelSpec. If it is None, the dict is empty.
     """
     if spec is None:
         return {}
-    constants = spec.model_constants
-    values = {name: constants[name] for name in constants.keys() & asdict(Config()).keys()}
+    names = asdict(Config()).keys()
+    values = {name: value for name, value in spec.model_constants.items() if name in names}
     if spec.encoding_name:
         values["encoding"] = spec.encoding_name
-    if preset_name == "FINETUNE" and "max_lr" not in given:
-        # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this is
-        # 1.3e-4
-        values["max_lr"] = 0.1 / constants["n_embd"]
-    if preset_name == "FINETUNE" and "T" not in given:
-        # The largest power of two that fits into block_size, up to 1024
-        values["T"] = min(1024, 2 ** int(math.log2(constants["block_size"])))
     return values
 
 def check_flags_against_weights(flags, from_weights, source):
@@ -1099,19 +1090,20 @@ def check_flags_against_weights(flags, from_weights, source):
             raise UserError(f"{name} is {from_weights[name]} in the weights {source}: leave out "
                             f"--{name}.")
 
-def describe_values(source, cfg, names):
-    """Return a line with the values in cfg of those constants that weights have set.
-
-    source: where the weights come from.
-    """
-    values = [f"{name}={value!r}" for name, value in asdict(cfg).items() if name in names]
+def describe_values(source, from_weights):
+    """Return a line with the constants that weights determine. source: where they come from."""
+    values = [f"{name}={value!r}" for name, value in from_weights.items()]
     return f"weights   {source} sets {', '.join(values)}"
 
-def describe_preset(preset_name, cfg):
-    """Return a description of the preset: its name, the reason for it, and its values in cfg."""
+def describe_preset(preset_name, cfg, suggested):
+    """Return a description of the preset: its name, the reason for it, and its values in cfg.
+
+    suggested: {name: value} of additional constants that belong to the preset.
+    """
     if not preset_name:
         return "settings  Config, since data is a folder of shards"
-    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in ("data", *PRESETS[preset_name]))
+    names = dict.fromkeys(["data", *suggested, *PRESETS[preset_name]])  # each one once
+    values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in names)
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
 
@@ -1157,9 +1149,11 @@ def set_up(cfg, start, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     encoding, checkpoint = get_encoding(cfg.encoding), start.checkpoint
-    check_model_fits(start.gpt_config, cfg, encoding)
+    if start.init_spec:
+        check_spec_fits(start.init_spec, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint = fingerprint_of(loaders[0])
+    # Lock the folder before any trial steps. If another run uses it, the command then fails at once
     lock = lock_run_folder(cfg.log_dir)
     cfg = replace(cfg, max_steps=determine_max_steps(cfg, start, device, loaders))
     if checkpoint:
@@ -1174,12 +1168,12 @@ def set_up(cfg, start, device):
     print0("\n".join(lines))
     return run
 
-def check_model_fits(gpt_config, cfg, encoding):
+def check_spec_fits(spec, cfg, encoding):
     """Raise UserError if the model in init_from has the wrong vocabulary or a short context.
 
-    (With init_from=scratch, the model has the vocabulary of the encoding and the context T.)
+    spec: the model's ModelSpec.
     """
-    n_vocab, block_size = gpt_config.n_vocab, gpt_config.block_size
+    n_vocab, block_size = spec.model_constants["n_vocab"], spec.model_constants["block_size"]
     if n_vocab != encoding.n_vocab or cfg.T > block_size:
         raise UserError(f"The model in init_from={cfg.init_from} has {n_vocab} tokens and a "
                         f"context of {block_size}, but encoding={cfg.encoding} has "
@@ -1216,8 +1210,8 @@ def steps_that_fit(cfg, start, device, loaders):
     seconds = []
     for _ in range(20):
         before = time.perf_counter()
-        loss, _ = train_step(run)
-        loss.item()  # waits for the GPU
+        part_of_loss, _ = train_step(run)
+        part_of_loss.item()  # waits for the GPU
         seconds.append(time.perf_counter() - before)
     seconds = sum_over_ranks(torch.tensor(seconds, device=run.device)) / world_size()  # (20,)
     del run
@@ -1233,15 +1227,15 @@ def steps_that_fit(cfg, start, device, loaders):
 
 def steps_for_epochs(cfg, rows_per_epoch):
     """Return the number of steps in which the data is read cfg.epochs times."""
+    # In this file, all steps read the same number of rows. So a division would do. (Only for edits:
+    # rows_before() may let the batch grow, and may use cfg.max_steps. So search for the lowest
+    # number of steps that is enough)
     def is_enough(steps):
         return rows_before(replace(cfg, max_steps=steps), steps) >= cfg.epochs * rows_per_epoch
-    # Only for edits: if all steps have the same number of rows, as in this file, a division would
-    # do. But rows_before() may let the batch grow, and may use cfg.max_steps. So search for the
-    # smallest number of steps that is enough
     limit = 1
     while not is_enough(limit):
         limit *= 2
-    return bisect.bisect_left(range(limit), True, key=is_enough)
+    return bisect.bisect_left(range(limit + 1), True, key=is_enough)
 
 def build_run(cfg, start, device, loaders, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
@@ -1253,7 +1247,7 @@ def build_run(cfg, start, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     set_attention(cfg, device, dtype)
-    raw_model = build_model(cfg, start.gpt_config).to(device)
+    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.init_spec)).to(device)
     if start.weights:
         load_weights(raw_model, start.weights)
     state = build_state(raw_model, cfg, dtype)
@@ -1279,7 +1273,9 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    store_initial_hyperparameters(state.optimizers)  # Only for edits: load_optimizer() uses them
+    # Only for edits: store a copy of all hyperparameters. If the run is resumed later, the copy
+    # shows which of them were edited in the code in between
+    complete_groups(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -1585,12 +1581,13 @@ def read_weights(name):
     Raise UserError if they cannot be read.
     """
     if name.endswith(".pt") or find_checkpoints(name):
-        path = name if name.endswith(".pt") else str(newest_or_best_checkpoint(name))
+        path = name if name.endswith(".pt") else str(path_of_checkpoint_to_use(name))
         weights = weights_in_checkpoint(read_checkpoint(path), path)
         if is_of_other_code(weights.code):
             print0(f"Note: {path} was written by different code.")
         return weights
-    model = gpt_from_hugging_face(name)  # a GPT, already converted
+    # This builds a GPT, to compare its logits with those of transformers. Only its weights are used
+    model = gpt_from_hugging_face(name)
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
     # (Only for edits: constants that were added to GPTConfig are left out, because transformers
@@ -1685,24 +1682,25 @@ def find_checkpoints(folder):
     found = {int(number): path for path, number in numbers.items() if number.isdecimal()}
     return dict(sorted(found.items(), reverse=True))
 
-def newest_checkpoint(folder):
+def path_of_newest_checkpoint(folder):
     """Return the path of the newest undamaged checkpoint, or None if there is no checkpoint.
 
     Raise UserError if all checkpoints are damaged.
     """
     return first_undamaged(list(find_checkpoints(folder).values()), folder)
 
-def newest_or_best_checkpoint(folder):
+def path_of_checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    If the last validation loss is not the lowest one, it is the checkpoint with the lowest loss.
-    Otherwise, it is the newest checkpoint, even if this has not been validated. (Only losses of
-    checkpoints that still exist count.) Damaged checkpoints are skipped. Return None if there is no
-    checkpoint.
+    Normally, this is the newest checkpoint, whether or not it has been validated. But if the latest
+    validation loss is higher than an earlier one, it is the checkpoint with the lowest validation
+    loss. (Only losses of checkpoints that still exist count.) Damaged checkpoints are skipped.
+    Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)  # {step: path}, the newest first
     paths = list(found.values())
-    # {step: validation loss} of these checkpoints. Some may not have been validated
+    # {step: validation loss} of these checkpoints. (read_metrics() returns a list of pairs. It is
+    # empty if nothing was validated)
     losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
     if losses:
         last_validated = max(losses)             # the largest key
@@ -1743,6 +1741,44 @@ def read_checkpoint(path, mmap=True):
     except Exception as e:  # reading a damaged file may raise any exception
         raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}).") from None
     return converted_to_todays_format(checkpoint)  # an older version may have written it
+
+# ---- Edited hyperparameters. An optimizer group holds hyperparameters, such as momentum. A resumed
+# run continues with the saved values, since training may have changed some of them. But if a value
+# was edited in the code, the run continues with the new value. To find out what was edited, each
+# group has an entry "initial" with a copy of the values with which the code has built the group.
+#
+# For example, suppose that the code builds a group with momentum=0.95, and that training changes
+# this to 0.97. Then a checkpoint has momentum=0.97, and its "initial" has momentum=0.95. If the
+# code of the resumed run builds the group with 0.95, as before, the run continues with 0.97. But if
+# it builds the group with 0.9, this differs from "initial", and the run continues with 0.9
+def complete_groups(optimizers):
+    """Add the entries "peak_lr" and "initial" to optimizer groups that lack them.
+
+    (configure_optimizers() has already set "peak_lr" in the groups that it builds.) If train_step()
+    adds an optimizer or a group, call this function again.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("peak_lr", group["lr"])
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
+def edited_hyperparameters(group, saved_group):
+    """Return {name: value} of the hyperparameters in `group` that were edited in the code.
+
+    Tensors, which may be large, are not compared, and do not count as edited.
+
+    group: an optimizer group as the code builds it now. saved_group: the same group in the
+    checkpoint. (If one of them has no "initial", nothing counts as edited. This is so in very old
+    checkpoints, and for optimizers that are not in State.optimizers.)
+    """
+    before, now = saved_group.get("initial", {}), group.get("initial", {})
+    edited = {}
+    for name in before.keys() & now.keys():
+        if not has_tensors([before[name], now[name]]) and before[name] != now[name]:
+            edited[name] = group[name]
+    return edited
 
 # ---- Restoring State from the entry "state" of a checkpoint
 def restore_state(state, saved):
@@ -1829,45 +1865,6 @@ def load_optimizer(optimizer, saved):
         groups.append(resumed)
     optimizer.load_state_dict(saved | {"param_groups": groups})
 
-# ---- Edited hyperparameters. An optimizer group holds hyperparameters, such as momentum. A resumed
-# run continues with the saved values, since training may have changed some of them. But if a value
-# was edited in the code, the run continues with the new value. To find out what was edited, each
-# group has an entry "initial" with a copy of the values with which the code has built the group.
-#
-# For example, suppose that the code builds a group with momentum=0.95, and that training changes
-# this to 0.97. Then a checkpoint has momentum=0.97, and its "initial" has momentum=0.95. If the
-# code of the resumed run builds the group with 0.95, as before, the run continues with 0.97. But if
-# it builds the group with 0.9, this differs from "initial", and the run continues with 0.9
-def store_initial_hyperparameters(optimizers):
-    """Store a copy of the hyperparameters of each optimizer group in its entry "initial".
-
-    Also set "peak_lr" in groups that configure_optimizers() has not built. A group that already has
-    "initial" does not change. So if train_step() adds an optimizer or a group, call this function
-    again.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group.setdefault("peak_lr", group["lr"])
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
-def edited_hyperparameters(group, saved_group):
-    """Return {name: value} of the hyperparameters in `group` that were edited in the code.
-
-    Tensors, which may be large, are not compared, and do not count as edited.
-
-    group: an optimizer group as the code builds it now. saved_group: the same group in the
-    checkpoint. (If one of them has no "initial", nothing counts as edited. This is so in very old
-    checkpoints, and for optimizers that are not in State.optimizers.)
-    """
-    before, now = saved_group.get("initial", {}), group.get("initial", {})
-    edited = {}
-    for name in before.keys() & now.keys():
-        if not has_tensors([before[name], now[name]]) and before[name] != now[name]:
-            edited[name] = group[name]
-    return edited
-
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
 def code_checksum():
@@ -1904,6 +1901,7 @@ def modules_beside(path, seen):
         if isinstance(node, ast.Import):
             imported |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
+            # `from . import name` has no module
             imported |= {node.module or alias.name for alias in node.names}
     for name in imported - seen:
         module = path.with_name(f"{name}.py")
@@ -1993,7 +1991,8 @@ class RunFolder:
             return
         remove_unfinished(self.path)  # files that a killed run was writing
         for other_step, path in find_checkpoints(self.path).items():
-            # A run starts from its newest undamaged checkpoint. So newer ones are damaged
+            # A resumed run starts from its newest undamaged checkpoint. So newer ones are damaged.
+            # (A new run has no checkpoints)
             if other_step > step:
                 self.set_aside(path.name)
         if not continues:  # there may be a log, if an earlier run ended before its first save
@@ -2104,10 +2103,10 @@ def copy_to_host(content, old_buffers):
     """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
 
     A buffer is a tensor in host memory. The buffers are returned as a dict. The key of a buffer is
-    the address, shape, stride and dtype of the tensor that was copied into it. This has two
-    advantages: tied weights, which are the same tensor, share a buffer and are saved only once; and
-    the next copy, which gets the dict as old_buffers, overwrites the buffers of all
-    tensors that still have the same address, which is faster than allocating new buffers.
+    the address, shape, stride and dtype of the tensor that was copied into it. Tied weights, which
+    are the same tensor, have the same key. So they share a buffer, and are saved only once. The
+    next copy gets the dict as old_buffers. Most tensors still have the same key then, and their
+    buffers are used again, which is faster than allocating new ones.
 
     old_buffers: the buffers of the previous copy, or {}.
     """
@@ -2161,6 +2160,20 @@ def read_metrics(folder):
     return metrics
 
 # ---- Checks for easily made mistakes that would otherwise go unnoticed, most of them in edits
+
+# Only for edits: until init_weights() draws a weight, all its elements have this value. Elements
+# that an edit has set to other values in the meantime, for example to 0, keep them. If an edit
+# multiplies an undrawn weight, or copies it, check_parameters() finds large values and reports this
+UNDRAWN = 2.0**17
+
+def mark_undrawn(weight):
+    """Set all elements of a weight to UNDRAWN."""
+    nn.init.constant_(weight, UNDRAWN)
+
+def replace_undrawn(weight, values):
+    """Copy those elements of `values` to a weight for which the weight is still UNDRAWN."""
+    weight.copy_(torch.where(weight == UNDRAWN, values.to(weight.device), weight))
+
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
 
@@ -2247,11 +2260,11 @@ def write_log(run, step, metric, value):
         with contextlib.suppress(OSError):  # a full disk
             run.folder.log.write(f"{step} {metric} {formatted(value, 6)}\n".encode())
 
-def gather_from_ranks(loss, norm, signal_came):
-    """Return three lists with one entry per process: loss, norm, whether it received a signal."""
-    # The CPU waits for the GPU in tolist(). full_like() creates the flag on the GPU, since copying
-    # it there would make the CPU wait a second time
-    mine = torch.stack((loss, norm, torch.full_like(loss, signal_came)))
+def gather_from_ranks(part_of_loss, norm, signal_came):
+    """Return three lists with one entry per process: its part of the loss, its norm, its flag."""
+    # The CPU waits for the GPU in tolist(). full_like() creates the flag signal_came on the GPU,
+    # since copying it there would make the CPU wait a second time
+    mine = torch.stack((part_of_loss, norm, torch.full_like(part_of_loss, signal_came)))
     everyones = [mine.clone() for _ in range(world_size())]
     if world_size() > 1:
         dist.all_gather(everyones, mine)
@@ -2450,9 +2463,9 @@ def print_sample(run):
 def sample_only(cfg, start, device):
     """Print cfg.sample samples from the model with the weights in `start`, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = build_model(cfg, start.gpt_config).to(device)
+    model = build_model(cfg, gpt_config_of_run(cfg, start.init_spec)).to(device)
     load_weights(model, start.weights)
-    print0(f"Samples from {start.weights.spec.source}:")
+    print0(f"Samples from {start.init_spec.source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 
@@ -2540,7 +2553,7 @@ def warning_about_time(cfg, state, n_starts):
     if not cfg.minutes or state.step < cfg.max_steps:
         return None
     ratio = state.minutes_trained / cfg.minutes
-    # State.minutes_trained leaves out one step for each start. So allow for as many missing steps
+    # State.minutes_trained leaves out n_starts of state.step steps. So allow for this fraction, too
     if abs(ratio - 1) < 0.1 + n_starts / state.step:
         return None
     return (f"Training took {state.minutes_trained:.3g} minutes instead of minutes="
@@ -2554,13 +2567,13 @@ def print_result(result):
     print0("\n".join(lines + [f"!!! {warning}" for warning in result.get("warnings", [])]))
 
 def export(run):
-    """Export the model of newest_or_best_checkpoint() to log_dir/hf.
+    """Export the model of path_of_checkpoint_to_use() to log_dir/hf.
 
     If that is not possible, print the reason.
     """
     path = run.folder.path
     try:
-        checkpoint_path = newest_or_best_checkpoint(path)
+        checkpoint_path = path_of_checkpoint_to_use(path)
         if checkpoint_path:
             checkpoint = read_checkpoint(checkpoint_path)
         else:  # with max_steps=0, a new model has no checkpoint (see RunFolder.save)
@@ -2683,9 +2696,8 @@ def converted_to_todays_format(checkpoint):
 def convert_entries(checkpoint):
     """Rename entries of the oldest format, and add the number of tokens.
 
-    In this format, there was no entry "state". The attributes of State were entries of the
-    checkpoint itself, like gpt_config and encoding. This function leaves them there, and
-    move_into_state() then moves them.
+    In this format, there was no entry "state": each attribute of State was an entry of the
+    checkpoint itself. This function does not change that. move_into_state() does.
     """
     checkpoint = dict(checkpoint)
     # "model" held the weights of eval_model. If an edit averaged the weights, there was another

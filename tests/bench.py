@@ -248,8 +248,7 @@ def training_run(**constants):
     cfg = t.Config(**dict(data=".", hellaswag_every=0, device=DEVICE) | constants)
     t.check_config(cfg)
     cfg = dataclasses.replace(cfg, B=t.fitting_B(cfg))
-    start = t.StartingPoint(t.gpt_config_of_run(cfg))
-    run = t.set_up(cfg, start, t.set_up_device(cfg.device))
+    run = t.set_up(cfg, t.StartingPoint(), t.set_up_device(cfg.device))
     with run.folder.executor:  # its end waits for a save in progress
         yield run
 
@@ -596,7 +595,7 @@ def save_side(**constants):
             run.state.step += 1
             stall = seconds_of(run.folder.save, run.state)
             whole = stall + seconds_of(run.folder.wait_for_save)
-            size = t.newest_checkpoint(run.folder.path).stat().st_size
+            size = t.path_of_newest_checkpoint(run.folder.path).stat().st_size
             blocks = [block] * (size // len(block))
             plain = seconds_of(t.write_whole, Path("plain"), lambda file: file.writelines(blocks))
             found.append((stall, plain, whole, size))

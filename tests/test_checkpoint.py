@@ -266,7 +266,7 @@ def again_in(arrange, name, number):
     """
     nth_call(arrange.t, name, 1, lambda *_: os.kill(os.getpid(), number))
     if arrange.t.rank():
-        arrange.t.newest_checkpoint = lambda folder: None
+        arrange.t.path_of_newest_checkpoint = lambda folder: None
 
 def test_a_signal_to_one_of_two_processes(halfway, reference):
     """A signal to one process stops all processes after the same step.
@@ -307,7 +307,7 @@ def test_the_checkpoint_before_a_damaged_one_is_used(halfway, reference, tmp_pat
     for damaged in (b"", bytes(len(content)), content[:-100], pickle.dumps(Bomb(marker)),
                     bomb.getvalue(), flipped):
         newest.write_bytes(damaged)
-        assert t.newest_checkpoint(folder) == folder / "checkpoint_00010.pt", damaged[:99]
+        assert t.path_of_newest_checkpoint(folder) == folder / "checkpoint_00010.pt", damaged[:99]
         said = capfd.readouterr().out
         assert str(newest) in said and said.count("\n") == 1, said
         assert not marker.exists(), damaged[:99]
@@ -478,15 +478,15 @@ def test_the_best_weights_are_kept_and_exported_if_validation_rises(place, is_gp
     assert result["lowest_val"] == 1 and result["lowest_step"] == 10 and result["val"] == 3
     exported = t.GPT.from_pretrained(folder / "hf").state_dict()
     torch.testing.assert_close(exported, dict(load(best)["eval_model"]), rtol=0, atol=0)
-    assert t.newest_or_best_checkpoint(folder) == best
+    assert t.path_of_checkpoint_to_use(folder) == best
     (folder / "log.txt").write_text("10 val 1.0\n20 val 0.5\n25 val 0.9\n30 val 0.8\n")
-    assert t.newest_or_best_checkpoint(folder) == folder / LAST  # step 20 has no checkpoint
+    assert t.path_of_checkpoint_to_use(folder) == folder / LAST  # step 20 has no checkpoint
     newest = (folder / LAST).rename(folder / "checkpoint_00032.pt")
-    assert t.newest_or_best_checkpoint(folder) == newest  # not validated, but the loss was falling
+    assert t.path_of_checkpoint_to_use(folder) == newest  # not validated, but the loss was falling
     (folder / "log.txt").write_text("10 val 1.0\n25 val 1.5\n")
-    assert t.newest_or_best_checkpoint(folder) == best
+    assert t.path_of_checkpoint_to_use(folder) == best
     best.write_bytes(best.read_bytes()[:-100])
-    assert t.newest_or_best_checkpoint(folder) == newest  # the best one is damaged
+    assert t.path_of_checkpoint_to_use(folder) == newest  # the best one is damaged
     said = capfd.readouterr().out
     assert f"{best} cannot be read" in said and "Trying another checkpoint" in said
 

@@ -138,7 +138,7 @@ def test_each_dtype_gets_the_settings_that_it_needs(tmp_path, monkeypatch, dtype
     constants = TINY | dict(optimizer="muon", dtype=dtype, compile=dtype != "float32",
                             dropout=0.1 * (dtype == "float16"))
     cfg = t.Config(data=str(write_text(tmp_path)), log_dir=str(tmp_path / "log"), **constants)
-    start = t.StartingPoint(t.gpt_config_of_run(cfg))
+    start = t.StartingPoint()
     run = t.set_up(cfg, start, torch.device("cpu"))
     assert run.state.optimizers[1].dtype == getattr(torch, {"float16": "float32"}.get(dtype, dtype))
     assert run.state.scaler.is_enabled() == (dtype == "float16")

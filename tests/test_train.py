@@ -79,7 +79,8 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
     save_shards(tmp_path / "shards")
     cfg, start, lines = t.resolve_config(given | {"data": "shards", "encoding": "bytes"})
     assert cfg == t.Config(data="shards", encoding="bytes", n_layer=5, seed=7)
-    assert start == t.StartingPoint(t.GPTConfig(n_vocab=257, n_layer=5))
+    assert start == t.StartingPoint()
+    assert t.gpt_config_of_run(cfg) == t.GPTConfig(n_vocab=257, n_layer=5)
     assert "Config" in lines and "SMALL" not in lines
     with pytest.raises(dataclasses.FrozenInstanceError):
         cfg.B = 1
@@ -105,11 +106,11 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
     cfg, start, lines = t.resolve_config(given)
     assert start.weights is weights and start.checkpoint is None
-    gpt_config = start.gpt_config
+    gpt_config = t.gpt_config_of_run(cfg, start.init_spec)
     assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
     assert "FINETUNE" in lines
-    assert ("weights   weights sets encoding='bytes', T=64, n_layer=2, n_head=3, n_embd=12, max_lr="
-            in lines)
+    assert lines.endswith("weights   weights sets n_layer=2, n_head=3, n_embd=12, encoding='bytes'")
+    assert f" max_lr={0.1 / 12} T=64 " in lines
     expected = t.FINETUNE | given | dict(n_layer=2, n_head=3, n_embd=12, T=64, encoding="bytes",
                                          dropout=0.1, max_lr=0.1 / 12)
     assert cfg == dataclasses.replace(t.Config(), **expected)
