@@ -519,15 +519,15 @@ def tokenize_all(batches, nprocs, encoding_name):
 class Place(NamedTuple):
     """A point in the corpus, at which a shard ends and the next one starts.
 
-    It is given by a row before the point, and by the number of tokens from the start of this row to
-    the point. For example, Place(2, 300, 1200) means that the next shard is made by reading file 2
-    from row 300 on, and leaving out the first 1,200 tokens. (The row is the first one of a batch,
-    because cut_shards() only receives the tokens of whole batches.) The end of the corpus, where a
-    shard that is not full ends, is Place(number of files, 0, 0).
+    cut_shards() receives the tokens of whole batches of rows. So a point is given by a batch, and
+    by the number of tokens from the start of this batch to the point. For example, Place(2, 300,
+    1200) means that the next shard is made by reading file 2 from row 300 on, where the batch
+    starts, and leaving out the first 1,200 tokens, which may come from many rows. The end of the
+    corpus, where a shard that is not full ends, is Place(number of files, 0, 0).
     """
     file_number: int  # index of the file in reading order
-    batch_start: int  # number of the first row of a batch
-    offset: int       # number of tokens from the start of this row to the point
+    batch_start: int  # number of the first row of the batch
+    offset: int       # number of tokens from there to the point
 
 class Shard(NamedTuple):
     """A finished shard, as the manifest describes it."""
@@ -559,8 +559,8 @@ def read_manifest(path):
     """Return the inputs and the Shards in a manifest. Raise UserError if it is damaged."""
     try:
         content = json.loads(path.read_bytes())
-        # The names in manifests are older than those in this file: "settings" are the inputs, and
-        # "used" is the offset
+        # The names in manifests are older than those in this file: "settings" are the inputs, "row"
+        # is batch_start, and "used" is the offset
         inputs = dict(content["settings"])
         shards = []
         for entry in content["shards"]:
@@ -608,9 +608,8 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    If the manifest is missing or lists different inputs, shards in local_dir cannot be used. If
-    there are training shards, raise UserError. If there is only a validation shard (perhaps the
-    corpus was too short for others), return [], so that it is made again.
+    Shards cannot be used if the manifest is missing or lists different inputs. Then raise UserError
+    if there are training shards. A validation shard alone is made again: return [].
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -732,7 +731,8 @@ def main():
     sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
     for signal_number in STOP_SIGNALS:
         signal.signal(signal_number, end_at_once)
-    # tqdm's own lock is a semaphore. After end_at_once(), Python may report it as leaked.
+    # tqdm's default lock is a semaphore, which Python may report as leaked after end_at_once(). An
+    # RLock avoids this.
     tqdm.set_lock(threading.RLock())
     for_users = __doc__.rpartition("\n\n")[0]  # the last paragraph is for readers of the code
     try:

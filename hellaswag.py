@@ -292,7 +292,7 @@ def evaluate(model, questions, progress=False):
     """
     prepared = questions if isinstance(questions, Prepared) else prepare(questions, model)
     rank, n_ranks = rank_and_world_size()
-    n_rows = prepared.n_tokens.numel()  # one row for each ending of each question
+    n_rows = 4 * len(prepared.labels)  # one row for each ending of each question
     sums = torch.zeros(n_rows, dtype=torch.float64)
     batches = tqdm(prepared.batches[rank::n_ranks], unit="batch", disable=not progress)
     for row_numbers, tokens, is_ending in batches:

@@ -94,7 +94,7 @@ class Config:
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a folder (of a run or model), a .pt
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: AdamW, but Muon for matrices in blocks
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices in blocks, else AdamW
     max_lr: float = 6e-4            # peak learning rate (0.1 / n_embd with the preset FINETUNE)
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
@@ -146,13 +146,18 @@ FINETUNE = dict(
 # the other layers. But a layer does not know its full name while it is being built. Therefore
 # draw_later() only stores the std of a layer's weight. When GPT.__init__ has built all layers,
 # init_weights() draws the weights
+
+# Only for edits: the elements of a weight have this value until they are drawn. It is so large that
+# check_parameters() finds weights that an edit has multiplied or copied before they were drawn
+UNDRAWN = 2.0**17
+
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
     """
     layer.weight.init_std = std
-    mark_undrawn(layer.weight)  # Only for edits
+    nn.init.constant_(layer.weight, UNDRAWN)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
@@ -167,7 +172,8 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            replace_undrawn(p, drawn)  # the same as p.copy_(drawn). (Only for edits: see there)
+            # Only for edits: if elements were set to other values, for example to 0, keep these
+            p.copy_(torch.where(p == UNDRAWN, drawn.to(p.device), p))
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and strings, as in seed_from(seed, name)."""
@@ -369,7 +375,7 @@ def build_model(cfg, gpt_config):
     does not treat it as a part of the model, which would train and save the teacher, too. PyTorch
     then does not move it to the GPU either. So call self.teacher[0].to(idx.device) in GPT.forward.
     """
-    torch.manual_seed(cfg.seed)  # Hint: layers without draw_later() use torch's generator
+    torch.manual_seed(cfg.seed)  # Only for edits: layers without draw_later() use it
     model = GPT(gpt_config, cfg.seed)
     return model
 
@@ -387,10 +393,9 @@ class DataLoaderLite:
     rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows, in a
     different order, as row numbers 12 to 23.
 
-    With `recut`, which is used for text files if they are shuffled, rows begin at tokens 0, T, 2 T
-    and so on only in epoch 0. In any other epoch, all rows except the first one of a shard begin
-    the same number of tokens earlier, and this number depends on the epoch. So even a small text
-    yields new rows in each epoch.
+    With `recut`, which is used for text files if they are shuffled, each epoch has a shift between
+    0 and T - 1 (epoch 0 has 0). In this epoch, rows begin at tokens 0, T - shift, 2 T - shift and
+    so on. So even a small text yields new rows in each epoch.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -427,9 +432,9 @@ class DataLoaderLite:
         order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8 = 136
         if self.recut:
-            # In this epoch, rows begin `shift` tokens earlier. For example, with T = 8 and shift =
-            # 3, they begin at tokens 0 (instead of -3), 5, 13, 21 and so on. The factor 0.618, from
-            # the golden ratio, makes the shifts of consecutive epochs very different
+            # For example, with T = 8 and shift = 3, rows begin at tokens 0 (instead of -3), 5, 13
+            # and so on. The factor 0.618, from the golden ratio, makes the shifts of consecutive
+            # epochs very different
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -475,7 +480,7 @@ def rows_before(cfg, step):
     """Return the total number of rows that the steps before `step` have read.
 
     To let the batch grow during training, edit this function. The script derives the data of each
-    step, the tokens per second and the curves from it.
+    step, the tokens per second and the x axis of curves.png from it.
     """
     return step * (cfg.total_batch_size // cfg.T)
 
@@ -626,7 +631,9 @@ class State:
 
     @property
     def eval_model(self):
-        """The GPT that is validated and sampled from. The export and --init_from use its weights.
+        """The GPT that is validated and sampled from.
+
+        Its weights are exported. A later command with init_from=log_dir starts from them.
 
         Hint: if an edit averages the weights, return the averaged model here. In the example
         above, this is self.average.module.
@@ -741,10 +748,9 @@ def train_step(run):
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    # Only for edits: code that draws random numbers below, for example noise to add to gradients,
-    # should draw the same ones in all processes. (In this file, nothing is drawn)
-    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
-    # Hint: change gradients here. Each p.grad is the exact gradient of the step's loss
+    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))  # Only for edits: see below
+    # Hint: change gradients here. Each p.grad is the exact gradient of the step's loss. If you draw
+    # random numbers here, they are the same in all processes
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
     state.step += 1
@@ -788,8 +794,8 @@ def train(run):
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (If this
             # step is already saved, or if it is step 0 of a run from scratch, save() does nothing.
-            # Otherwise it also deletes older checkpoints, see RunFolder.prune(): keep_every matters
-            # only there)
+            # Otherwise it also deletes older checkpoints, except those at multiples of keep_every.
+            # See RunFolder.prune())
             check_ranks_have_same_weights(run)
             run.folder.save(state)
         if due(cfg.eval_every, run):
@@ -944,9 +950,10 @@ def resolve_config(flags, device=torch.device("cpu")):
     flags = with_implied_flags(flags)
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    # In a | b, values of b take precedence. So these are sources 3 and 4
+    # Sources 3 and 4. (In a | b, values of b take precedence)
     given = {"data": data} | PRESETS.get(preset_name, {}) | flags
-    # find_start() only needs constants that the other sources do not set, for example log_dir
+    # Sources 2 and 5 are only known when the start has been found. To find it, a first Config is
+    # made without them. (They do not set init_from, sample and log_dir, which find_start() needs)
     start = find_start(make_config(Config, given), device)
     suggested = values_for_finetuning(start.init_spec) if preset_name == "FINETUNE" else {}
     from_weights = values_from_weights(start.init_spec)
@@ -999,10 +1006,10 @@ def choose_preset(data, flags):
 @dataclass
 class StartingPoint:
     """What a command starts from: a new model, existing weights, or a checkpoint."""
-    # Describes the model in init_from, which determines constants in Config, for example n_layer.
-    # With init_from=scratch, it is None, since Config determines all constants. (If one was edited
-    # before a run is resumed, check_same_training() reports this.) With --sample, it describes the
-    # model to sample from
+    # Describes the model that determines constants in Config, for example n_layer: the model in
+    # init_from or, with --sample, the model to sample from. A run from scratch has no such model,
+    # not even when it is resumed. (If a constant was edited in the meantime, check_same_training()
+    # reports this)
     init_spec: ModelSpec | None = None
     weights: Weights | None = None   # with --sample, and in a new run with init_from: to be loaded
     checkpoint: dict | None = None   # in a resumed run: State is restored from it
@@ -1235,6 +1242,7 @@ def steps_for_epochs(cfg, rows_per_epoch):
     limit = 1
     while not is_enough(limit):
         limit *= 2
+    # This is the lowest number up to `limit` for which is_enough() returns True
     return bisect.bisect_left(range(limit + 1), True, key=is_enough)
 
 def build_run(cfg, start, device, loaders, folder=None):
@@ -1246,7 +1254,7 @@ def build_run(cfg, start, device, loaders, folder=None):
     train_loader, val_loader = loaders
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
-    set_attention(cfg, device, dtype)
+    choose_attention_kernels(cfg, device, dtype)
     raw_model = build_model(cfg, gpt_config_of_run(cfg, start.init_spec)).to(device)
     if start.weights:
         load_weights(raw_model, start.weights)
@@ -1273,9 +1281,9 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    # Only for edits: store a copy of all hyperparameters. If the run is resumed later, the copy
-    # shows which of them were edited in the code in between
-    complete_groups(state.optimizers)
+    # Only for edits: if the run is resumed later, the copies show which hyperparameters were edited
+    # in the code in between
+    copy_hyperparameters(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -1470,7 +1478,7 @@ def pick_compile(choice, device):
     return (device.type == "cuda" and has_triton
             and torch.cuda.get_device_capability(device) >= (7, 0))
 
-def set_attention(cfg, device, dtype):
+def choose_attention_kernels(cfg, device, dtype):
     """Disable kernels of scaled_dot_product_attention that are slow or wrong in this run."""
     # On a CPU in bfloat16, the backward pass of flash attention is slow for short rows: it takes
     # 11.8 ms of a step with the preset SMALL (T=64), while the math kernel takes 5.6 ms
@@ -1586,7 +1594,8 @@ def read_weights(name):
         if is_of_other_code(weights.code):
             print0(f"Note: {path} was written by different code.")
         return weights
-    # This builds a GPT, to compare its logits with those of transformers. Only its weights are used
+    # gpt_from_hugging_face() has to build a GPT, because it compares its logits with those of
+    # transformers. Here, only the weights of this GPT are used
     model = gpt_from_hugging_face(name)
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
@@ -1751,11 +1760,12 @@ def read_checkpoint(path, mmap=True):
 # this to 0.97. Then a checkpoint has momentum=0.97, and its "initial" has momentum=0.95. If the
 # code of the resumed run builds the group with 0.95, as before, the run continues with 0.97. But if
 # it builds the group with 0.9, this differs from "initial", and the run continues with 0.9
-def complete_groups(optimizers):
-    """Add the entries "peak_lr" and "initial" to optimizer groups that lack them.
+def copy_hyperparameters(optimizers):
+    """Store a copy of each optimizer group's hyperparameters in its entry "initial".
 
-    (configure_optimizers() has already set "peak_lr" in the groups that it builds.) If train_step()
-    adds an optimizer or a group, call this function again.
+    Groups that have "initial" do not change. If a group has no "peak_lr", set this, too.
+    (configure_optimizers() sets it in the groups that it builds.) If train_step() adds an optimizer
+    or a group, call this function again.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -1770,8 +1780,8 @@ def edited_hyperparameters(group, saved_group):
     Tensors, which may be large, are not compared, and do not count as edited.
 
     group: an optimizer group as the code builds it now. saved_group: the same group in the
-    checkpoint. (If one of them has no "initial", nothing counts as edited. This is so in very old
-    checkpoints, and for optimizers that are not in State.optimizers.)
+    checkpoint. If one of them has no "initial", nothing counts as edited. (Very old checkpoints do
+    not have it, nor do optimizers that an edit has put into another attribute of State.)
     """
     before, now = saved_group.get("initial", {}), group.get("initial", {})
     edited = {}
@@ -1913,8 +1923,7 @@ def is_of_other_code(checksum):
     """Return whether a checkpoint's code checksum is known and differs from the current one."""
     return checksum not in (None, code_checksum())
 
-# ---- What may differ from before when a run is resumed. A command cannot continue another run by
-# mistake
+# ---- Checks when a run is resumed. They keep a command from continuing a different run by mistake
 
 # Constants that check_same_training() does not compare, because they do not affect training. (dtype
 # and B affect rounding, and B also affects the dropout masks. epochs and minutes only determine
@@ -2160,20 +2169,6 @@ def read_metrics(folder):
     return metrics
 
 # ---- Checks for easily made mistakes that would otherwise go unnoticed, most of them in edits
-
-# Only for edits: until init_weights() draws a weight, all its elements have this value. Elements
-# that an edit has set to other values in the meantime, for example to 0, keep them. If an edit
-# multiplies an undrawn weight, or copies it, check_parameters() finds large values and reports this
-UNDRAWN = 2.0**17
-
-def mark_undrawn(weight):
-    """Set all elements of a weight to UNDRAWN."""
-    nn.init.constant_(weight, UNDRAWN)
-
-def replace_undrawn(weight, values):
-    """Copy those elements of `values` to a weight for which the weight is still UNDRAWN."""
-    weight.copy_(torch.where(weight == UNDRAWN, values.to(weight.device), weight))
-
 def check_parameters(raw_model, optimizers):
     """Raise UserError unless each parameter has an initial value and is in one optimizer group.
 
@@ -2237,10 +2232,9 @@ def unsavable_part(content):
 # ---- Monitoring. log.txt is for programs, stdout for people. Each step is checked before it is
 # reported, and the weights before they are saved
 def report(run, step, metric, value, note="", print_always=False):
-    """Append a value to log.txt, which plot_curves() reads, and print it if a line is due.
+    """Append a value to log.txt, which plot_curves() reads, and print it every print_every steps.
 
-    Lines are due every print_every steps. note: text to print after the value. print_always: print
-    at any step.
+    note: text to print after the value. print_always: print it at any step.
     """
     # Only for edits: train_step() may call report(), even during the trial steps of
     # steps_that_fit(), which have no folder
@@ -2271,9 +2265,10 @@ def gather_from_ranks(part_of_loss, norm, signal_came):
     return torch.stack(everyones).T.tolist()
 
 def record_duration(run, seconds):
-    """Append the duration of a step to run.step_seconds, and add it to State.minutes_trained.
+    """Append the duration of a step to run.step_seconds.
 
-    The first step after each start is not added, because it may consist mostly of compilation.
+    Also add it to State.minutes_trained, unless it is the first step after a start. That step may
+    consist mostly of compilation.
     """
     is_first_step = not run.step_seconds
     if not is_first_step:
@@ -2439,7 +2434,7 @@ def plot_curves(folder):
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
 
 # For samples, use any attention kernel except cuDNN's, which spends up to half a second planning
-# for each new sequence length. (set_attention() has chosen the kernels for training)
+# for each new sequence length. (choose_attention_kernels() has chosen the kernels for training)
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(model, encoding, cfg, seed):
     """Return sample_prompt and the model's continuation, which stops at <|endoftext|>."""
@@ -2553,7 +2548,7 @@ def warning_about_time(cfg, state, n_starts):
     if not cfg.minutes or state.step < cfg.max_steps:
         return None
     ratio = state.minutes_trained / cfg.minutes
-    # State.minutes_trained leaves out n_starts of state.step steps. So allow for this fraction, too
+    # State.minutes_trained leaves out one step for each start. So allow for this fraction, too
     if abs(ratio - 1) < 0.1 + n_starts / state.step:
         return None
     return (f"Training took {state.minutes_trained:.3g} minutes instead of minutes="

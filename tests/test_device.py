@@ -145,7 +145,7 @@ def test_each_dtype_gets_the_settings_that_it_needs(tmp_path, monkeypatch, dtype
     assert compiled.called == (dtype != "float32")
     flash.assert_called_once_with(dtype != "bfloat16")  # T is 16
     cudnn.assert_called_once_with(dtype != "float16")
-    t.set_attention(t.Config(), torch.device("cpu"), torch.bfloat16)
+    t.choose_attention_kernels(t.Config(), torch.device("cpu"), torch.bfloat16)
     flash.assert_called_with(True)
     with run.autocast():
         assert str(run.state.raw_model.lm_head(torch.ones(16)).dtype) == f"torch.{dtype}"
