@@ -237,7 +237,7 @@ def make_config(cls, values):
     Raise UserError for an unknown name, a missing or unsupported type, or an impossible value.
     """
     types = cls.__annotations__
-    for name in vars(cls):  # an edit may have added a constant without a type
+    for name in vars(cls):  # this includes constants without a type, which an edit may have added
         if not name.startswith("_") and name not in types:
             raise UserError(f"{name} in Config lacks a type: write {name}: int = 1, for example.")
     for name in values:
@@ -550,7 +550,9 @@ def inputs_of_shards(cfg, files, shards):
     if shards[-1].is_full:
         n_files = shards[-1].end.file_number + 1  # up to the file in which this shard ends
     else:
-        n_files = len(files)  # the corpus ended. With an additional file, the shard would be longer
+        # The corpus ended with this shard. So it depends on all files: if one is added, it becomes
+        # longer
+        n_files = len(files)
     for number, (url, size) in enumerate(files[:n_files]):
         inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
     return inputs
@@ -608,8 +610,9 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    Shards cannot be used if the manifest is missing or lists different inputs. Then raise UserError
-    if there are training shards. A validation shard alone is made again: return [].
+    If the manifest is missing or lists different inputs, shards cannot be used. If there are
+    training shards, raise UserError then. If not, return []: a single validation shard is soon made
+    again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

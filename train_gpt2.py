@@ -18,8 +18,8 @@ memory.
 on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two is
-what long runs need in practice. Code and remarks that only matter when you
-change this file have the mark "Only for edits:".
+what long runs need in practice. The mark "Only for edits:" stands at code that
+has no effect in this file as it is, but keeps your edits correct.
 """
 import ast
 import bisect
@@ -94,7 +94,7 @@ class Config:
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a folder (of a run or model), a .pt
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for matrices in blocks, else AdamW
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon in blocks, AdamW for the rest
     max_lr: float = 6e-4            # peak learning rate (0.1 / n_embd with the preset FINETUNE)
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
@@ -144,11 +144,12 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() only stores the std of a layer's weight. When GPT.__init__ has built all layers,
-# init_weights() draws the weights
+# draw_later() stores the std of a layer's weight, and init_weights() draws the weights when
+# GPT.__init__ has built all layers
 
-# Only for edits: the elements of a weight have this value until they are drawn. It is so large that
-# check_parameters() finds weights that an edit has multiplied or copied before they were drawn
+# Only for edits: until a weight is drawn, its elements have this value. Elements that an edit sets
+# to other values, for example to 0, are not drawn. The value is so large that check_parameters()
+# also finds weights that were multiplied or copied before they were drawn
 UNDRAWN = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -172,7 +173,7 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # Only for edits: if elements were set to other values, for example to 0, keep these
+            # Only for edits: draw only those elements that are still UNDRAWN
             p.copy_(torch.where(p == UNDRAWN, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -395,7 +396,7 @@ class DataLoaderLite:
 
     With `recut`, which is used for text files if they are shuffled, each epoch has a shift between
     0 and T - 1 (epoch 0 has 0). In this epoch, rows begin at tokens 0, T - shift, 2 T - shift and
-    so on. So even a small text yields new rows in each epoch.
+    so on (so the first two rows overlap). Thus even a small text yields new rows in each epoch.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -415,7 +416,8 @@ class DataLoaderLite:
     def locate(self, row):
         """Return the shard (its index) and the token at which a row begins. row: the row number.
 
-        order_of() is cached, so this is fast.
+        order_of(n, shuffle, *key) returns the numbers 0 ... n - 1, shuffled with the random seed
+        `key`. It is cached, so this function is fast.
         """
         # The comments at the ends of the lines give an example: row number 765, where T is 8, and
         # shards 0, 1 and 2 have 30, 50 and 40 rows
@@ -748,9 +750,9 @@ def train_step(run):
     ddp_model.eval()
     for optimizer in state.optimizers:
         state.scaler.unscale_(optimizer)
-    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))  # Only for edits: see below
-    # Hint: change gradients here. Each p.grad is the exact gradient of the step's loss. If you draw
-    # random numbers here, they are the same in all processes
+    # Only for edits: random numbers that are drawn from here on are the same in all processes
+    torch.manual_seed(seed_from(cfg.seed, state.step, "update"))
+    # Hint: change gradients here. Each p.grad is the exact gradient of the step's loss
     norm = nn.utils.clip_grad_norm_(state.raw_model.parameters(), cfg.grad_clip or math.inf)
     step_optimizers(state, cfg, norm)
     state.step += 1
@@ -794,8 +796,8 @@ def train(run):
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
             # Save before evaluating, so that no steps are lost if the evaluation fails. (If this
             # step is already saved, or if it is step 0 of a run from scratch, save() does nothing.
-            # Otherwise it also deletes older checkpoints, except those at multiples of keep_every.
-            # See RunFolder.prune())
+            # Otherwise it also deletes older checkpoints that need not be kept, see
+            # RunFolder.prune())
             check_ranks_have_same_weights(run)
             run.folder.save(state)
         if due(cfg.eval_every, run):
@@ -834,8 +836,8 @@ def train(run):
 #         resolve_config()    sets the constants, and calls
 #             find_start()        reads the weights or the checkpoint to start from
 #         set_up()            opens the data, and calls
-#             steps_that_fit()    with --minutes: takes trial steps with another Run
-#             build_run()         builds what train() uses:
+#             determine_max_steps()  with --minutes: takes trial steps with another Run
+#             build_run()            builds what train() uses:
 #                 build_model()         the model, with initial weights
 #                 load_weights()        in a new run with init_from: the pretrained weights
 #                 build_state()         the optimizers and State
@@ -847,9 +849,9 @@ def train(run):
 #     constants   those of the command. The ones that affect training must be as before, except
 #                 that max_steps may grow (check_same_training)
 #     data        that of the command. It must be the same as before (check_same_training)
-#     code        that of today. If it was edited, the run continues with a warning. But if the run
-#                 is finished, this is an error, because the edited code would evaluate a model that
-#                 it has not trained (check_code_of_finished_run)
+#     code        that of today. If it was edited, the run continues with a warning. A finished run
+#                 is only evaluated again. If the code was edited, this is an error, since the
+#                 edited code has not trained the model (check_code_of_finished_run)
 #     State       that of the checkpoint (restore_state). But if hyperparameters of an optimizer
 #                 were edited in the code, they have their new values (edited_hyperparameters)
 #     log.txt     without the lines about steps that are repeated (truncate_and_open_log)
@@ -869,18 +871,18 @@ def train(run):
 #     encoding      the name of the encoding
 #     constants     the run's Config, as a dict
 #     data          the fingerprint of the training data
-#     code          the checksum of the code
+#     code          the checksum of the code (see code_checksum)
 #
 # A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once
 
-# ---- Trained models. They come from a checkpoint, or from Hugging Face (see read_weights)
+# ---- Trained models, which come from a checkpoint or from Hugging Face (see read_weights)
 @dataclass
 class ModelSpec:
     """What is known about a trained model, apart from its weights."""
     source: str                # the file, folder or hub name that the model comes from
     # {name: value} of the constants in GPTConfig, without dropout, which belongs to the training
-    # and not to the model. (Only for edits: it lacks a constant that was added to GPTConfig after
-    # these weights were made)
+    # and not to the model. (Only for edits: the dict lacks constants that were added to GPTConfig
+    # after the model was trained. gpt_config_of_run() then takes them from Config)
     model_constants: dict
     encoding_name: str | None  # None if it is unknown
 
@@ -890,6 +892,17 @@ class Weights:
     spec: ModelSpec
     tensors: dict              # the state_dict of a GPT
     code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
+
+@dataclass
+class StartingPoint:
+    """What a command starts from: a new model, existing weights, or a checkpoint."""
+    # The model that determines constants in Config, for example n_layer: the one in init_from or,
+    # with --sample, the one to sample from. If it is None, Config determines all constants. This is
+    # so with init_from=scratch, even if the run is resumed: if a constant was edited in the
+    # meantime, check_same_training() reports this
+    constants_from: ModelSpec | None = None
+    weights: Weights | None = None   # with --sample, and in a new run with init_from: to be loaded
+    checkpoint: dict | None = None   # in a resumed run: State is restored from it
 
 # ---- The start and the end of the program
 def main():
@@ -939,30 +952,32 @@ def resolve_config(flags, device=torch.device("cpu")):
     The value of a constant in Config comes from the last of these sources that has it:
 
     1. Config, where it has a default;
-    2. with the preset FINETUNE, values_for_finetuning();
-    3. the preset;
-    4. the flags;
-    5. the model in init_from, if there is one (see values_from_weights). Raise UserError if a flag
-       has a different value.
+    2. the preset;
+    3. the flags;
+    4. the model in init_from (or, with --sample, the one to sample from), if there is one: it
+       determines the encoding and, for example, n_layer. Raise UserError if a flag has a different
+       value.
 
-    Finally, B is lowered if it does not divide a process's share of the batch.
+    The preset FINETUNE has no max_lr and no T. If flags do not set them either, they get values
+    that suit the model. Finally, B is lowered if it does not divide a process's share of the batch.
     """
     flags = with_implied_flags(flags)
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    # Sources 3 and 4. (In a | b, values of b take precedence)
+    # Sources 1 to 3. (In a | b, values of b take precedence. Flags are text, which make_config()
+    # converts)
     given = {"data": data} | PRESETS.get(preset_name, {}) | flags
-    # Sources 2 and 5 are only known when the start has been found. To find it, a first Config is
-    # made without them. (They do not set init_from, sample and log_dir, which find_start() needs)
-    start = find_start(make_config(Config, given), device)
-    suggested = values_for_finetuning(start.init_spec) if preset_name == "FINETUNE" else {}
-    from_weights = values_from_weights(start.init_spec)
-    # make_config() also converts the flags, which are text
-    cfg = make_config(Config, suggested | given | from_weights)
-    text = note + describe_preset(preset_name, cfg, suggested)
-    if start.init_spec:
-        check_flags_against_weights(flags, from_weights, start.init_spec.source)
-        text += "\n" + describe_values(start.init_spec.source, from_weights)
+    cfg = make_config(Config, given)
+    start = find_start(cfg, device)
+    spec = start.constants_from
+    if preset_name == "FINETUNE":
+        cfg = with_values_for_finetuning(cfg, given, spec)
+    text = note + describe_preset(preset_name, cfg)
+    if spec:  # source 4
+        values = values_from_weights(spec)
+        check_flags_against_weights(flags, cfg, values, spec.source)
+        cfg = replace(cfg, **values)
+        text += "\n" + describe_values(spec.source, values)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
@@ -1003,17 +1018,6 @@ def choose_preset(data, flags):
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
 # ---- What a command starts from
-@dataclass
-class StartingPoint:
-    """What a command starts from: a new model, existing weights, or a checkpoint."""
-    # Describes the model that determines constants in Config, for example n_layer: the model in
-    # init_from or, with --sample, the model to sample from. A run from scratch has no such model,
-    # not even when it is resumed. (If a constant was edited in the meantime, check_same_training()
-    # reports this)
-    init_spec: ModelSpec | None = None
-    weights: Weights | None = None   # with --sample, and in a new run with init_from: to be loaded
-    checkpoint: dict | None = None   # in a resumed run: State is restored from it
-
 def find_start(cfg, device):
     """Return the StartingPoint of a command. Raise UserError if a file cannot be read."""
     if cfg.init_from == "resume":  # nanoGPT's way to resume a run
@@ -1026,9 +1030,10 @@ def find_start(cfg, device):
     if cfg.init_from == "scratch":
         return StartingPoint(checkpoint=checkpoint)
     if checkpoint:
-        # The checkpoint also describes the model in init_from, which may not exist any longer
-        init_spec = spec_in_checkpoint(checkpoint, cfg.log_dir)
-        return StartingPoint(init_spec, checkpoint=checkpoint)
+        # The model in the checkpoint has the same constants as the one in init_from, which may not
+        # exist any longer
+        spec = spec_in_checkpoint(checkpoint, cfg.log_dir)
+        return StartingPoint(spec, checkpoint=checkpoint)
     weights = read_weights(cfg.init_from)
     return StartingPoint(weights.spec, weights)
 
@@ -1055,45 +1060,45 @@ def read_newest_checkpoint(log_dir, device):
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 # ---- Constants in Config that existing weights determine, and checks of all constants
-def values_for_finetuning(spec):
-    """Return {name: value} of constants that suit the fine-tuning of a model: max_lr and T.
+def with_values_for_finetuning(cfg, given, spec):
+    """Return a Config in which max_lr and T suit the fine-tuning of a model.
 
-    spec: the model's ModelSpec.
+    given: {name: value} of the preset and the flags. If it contains max_lr or T, this does not
+    change. spec: the model's ModelSpec.
     """
     constants = spec.model_constants
-    return {
-        # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this
-        # is 1.3e-4
-        "max_lr": 0.1 / constants["n_embd"],
+    if "max_lr" not in given:
+        # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this is
+        # 1.3e-4
+        cfg = replace(cfg, max_lr=0.1 / constants["n_embd"])
+    if "T" not in given:
         # The largest power of two that fits into block_size, up to 1024
-        "T": min(1024, 2 ** int(math.log2(constants["block_size"])))}
+        cfg = replace(cfg, T=min(1024, 2 ** int(math.log2(constants["block_size"]))))
+    return cfg
 
 def values_from_weights(spec):
     """Return {name: value} of the constants in Config that a trained model determines.
 
-    These are the encoding, if it is known, and all constants that are also in GPTConfig (n_layer,
-    n_head and n_embd), except dropout. T is not among them, since rows may be shorter than the
-    model's block_size.
+    These are the encoding, if it is known, and all constants that are also in model_constants
+    (n_layer, n_head and n_embd). T is not among them, since rows may be shorter than the model's
+    block_size.
 
-    spec: the model's ModelSpec. If it is None, the dict is empty.
+    spec: the model's ModelSpec.
     """
-    if spec is None:
-        return {}
     names = asdict(Config()).keys()
     values = {name: value for name, value in spec.model_constants.items() if name in names}
     if spec.encoding_name:
         values["encoding"] = spec.encoding_name
     return values
 
-def check_flags_against_weights(flags, from_weights, source):
+def check_flags_against_weights(flags, cfg, from_weights, source):
     """Raise UserError if a flag has a different value than the weights.
 
-    from_weights: {name: value} of the constants that the weights determine. source: where the
-    weights come from.
+    cfg: the Config with the values of the flags. from_weights: {name: value} of the constants that
+    the weights determine. source: where the weights come from.
     """
-    values = make_config(Config, flags)  # converts the flags, which are text
     for name in flags:
-        if name in from_weights and getattr(values, name) != from_weights[name]:
+        if name in from_weights and getattr(cfg, name) != from_weights[name]:
             raise UserError(f"{name} is {from_weights[name]} in the weights {source}: leave out "
                             f"--{name}.")
 
@@ -1102,14 +1107,12 @@ def describe_values(source, from_weights):
     values = [f"{name}={value!r}" for name, value in from_weights.items()]
     return f"weights   {source} sets {', '.join(values)}"
 
-def describe_preset(preset_name, cfg, suggested):
-    """Return a description of the preset: its name, the reason for it, and its values in cfg.
-
-    suggested: {name: value} of additional constants that belong to the preset.
-    """
+def describe_preset(preset_name, cfg):
+    """Return a description of the preset: its name, the reason for it, and its values in cfg."""
     if not preset_name:
         return "settings  Config, since data is a folder of shards"
-    names = dict.fromkeys(["data", *suggested, *PRESETS[preset_name]])  # each one once
+    added = ("max_lr", "T") if preset_name == "FINETUNE" else ()  # see with_values_for_finetuning()
+    names = dict.fromkeys(["data", *added, *PRESETS[preset_name]])  # each one once
     values = " ".join(f"{name}={getattr(cfg, name)!r}" for name in names)
     reason = "a text file" if preset_name == "SMALL" else "a text file and weights are given"
     return f"settings  {preset_name} instead of Config, since data is {reason}:\n{values}"
@@ -1156,8 +1159,8 @@ def set_up(cfg, start, device):
     Raise UserError if the data, the checkpoint and the code do not fit together.
     """
     encoding, checkpoint = get_encoding(cfg.encoding), start.checkpoint
-    if start.init_spec:
-        check_spec_fits(start.init_spec, cfg, encoding)
+    if start.constants_from:
+        check_spec_fits(start.constants_from, cfg, encoding)
     loaders = open_data(cfg, encoding)
     fingerprint = fingerprint_of(loaders[0])
     # Lock the folder before any trial steps. If another run uses it, the command then fails at once
@@ -1255,7 +1258,7 @@ def build_run(cfg, start, device, loaders, folder=None):
     encoding = get_encoding(cfg.encoding)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     choose_attention_kernels(cfg, device, dtype)
-    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.init_spec)).to(device)
+    raw_model = build_model(cfg, gpt_config_of_run(cfg, start.constants_from)).to(device)
     if start.weights:
         load_weights(raw_model, start.weights)
     state = build_state(raw_model, cfg, dtype)
@@ -1281,8 +1284,8 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    # Only for edits: if the run is resumed later, the copies show which hyperparameters were edited
-    # in the code in between
+    # Only for edits: each optimizer group keeps a copy of its hyperparameters, in its entry
+    # "initial". If the run is resumed later, edited_hyperparameters() compares them with the code
     copy_hyperparameters(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
@@ -1594,8 +1597,8 @@ def read_weights(name):
         if is_of_other_code(weights.code):
             print0(f"Note: {path} was written by different code.")
         return weights
-    # gpt_from_hugging_face() has to build a GPT, because it compares its logits with those of
-    # transformers. Here, only the weights of this GPT are used
+    # gpt_from_hugging_face() returns a whole GPT, with which it has checked that the logits are
+    # right. Take its weights
     model = gpt_from_hugging_face(name)
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
@@ -1867,7 +1870,8 @@ def load_optimizer(optimizer, saved):
     groups = []
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         # A hyperparameter has its saved value, unless it was edited in the code. If the checkpoint
-        # lacks it, it has the value in `group`, which the code has built
+        # lacks it, it has the value in `group`, which the code has built. ("params" also has its
+        # saved value: the parameters' numbers, as optimizer.load_state_dict() requires)
         edited = edited_hyperparameters(group, saved_group)
         resumed = group | moved(saved_group, device) | edited
         if "initial" in group:
@@ -1921,7 +1925,7 @@ def modules_beside(path, seen):
 
 def is_of_other_code(checksum):
     """Return whether a checkpoint's code checksum is known and differs from the current one."""
-    return checksum not in (None, code_checksum())
+    return checksum is not None and checksum != code_checksum()
 
 # ---- Checks when a run is resumed. They keep a command from continuing a different run by mistake
 
@@ -2333,8 +2337,8 @@ def problem_with_loss(run, step, loss, norm):
         return None
     return (f"Step {step} has loss {loss:g} and gradient norm {norm:g}: the model "
             "has diverged. Most often --max_lr is too high. Other causes are the data (ids beyond "
-            "the vocabulary, zeros), float16, an edit (for example one that uses or changes the "
-            "padding's logits, which are -inf), or cuDNN's attention, which "
+            "the vocabulary, a shard of zeros), float16, an edit (for example one that uses or "
+            "changes the padding's logits, which are -inf), or cuDNN's attention, which "
             "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To start again from before this step, use "
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
 
@@ -2458,9 +2462,9 @@ def print_sample(run):
 def sample_only(cfg, start, device):
     """Print cfg.sample samples from the model with the weights in `start`, computed in float32."""
     encoding = get_encoding(cfg.encoding)
-    model = build_model(cfg, gpt_config_of_run(cfg, start.init_spec)).to(device)
+    model = build_model(cfg, gpt_config_of_run(cfg, start.constants_from)).to(device)
     load_weights(model, start.weights)
-    print0(f"Samples from {start.init_spec.source}:")
+    print0(f"Samples from {start.constants_from.source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, encoding, cfg, seed=cfg.seed + i) + "\n---")
 

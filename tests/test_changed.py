@@ -470,7 +470,7 @@ def test_a_flag_may_set_a_constant_that_the_weights_lack(monkeypatch, tmp_path):
     for weights in (of_transformers, of_checkpoint):
         monkeypatch.setattr(t, "read_weights", lambda name: weights)
         cfg, start, _ = t.resolve_config(flags | {"log_dir": str(tmp_path / "log")})
-        assert cfg.width == t.gpt_config_of_run(cfg, start.init_spec).width == 30.0
+        assert cfg.width == t.gpt_config_of_run(cfg, start.constants_from).width == 30.0
     with pytest.raises(t.UserError, match="width is 30.0 in the weights w: leave out --width"):
         t.resolve_config(flags | {"log_dir": str(tmp_path / "log"), "width": "31"})
 

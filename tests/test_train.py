@@ -106,7 +106,7 @@ def test_weights_and_a_text_select_finetune_and_determine_the_shape(folder, monk
     given = {"data": f"{folder}/text.txt", "init_from": "weights", "dropout": "0.1"}
     cfg, start, lines = t.resolve_config(given)
     assert start.weights is weights and start.checkpoint is None
-    gpt_config = t.gpt_config_of_run(cfg, start.init_spec)
+    gpt_config = t.gpt_config_of_run(cfg, start.constants_from)
     assert (gpt_config.block_size, gpt_config.dropout, gpt_config.n_layer) == (100, 0.1, 2)
     assert "FINETUNE" in lines
     assert lines.endswith("weights   weights sets n_layer=2, n_head=3, n_embd=12, encoding='bytes'")
