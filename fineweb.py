@@ -519,11 +519,11 @@ def tokenize_all(batches, nprocs, encoding_name):
 class Place(NamedTuple):
     """A point in the corpus, at which a shard ends and the next one starts.
 
-    cut_shards() receives the tokens of whole batches of rows. So a point is given by a batch, and
-    by the number of tokens from the start of this batch to the point. For example, Place(2, 300,
-    1200) means that the next shard is made by reading file 2 from row 300 on, where the batch
-    starts, and leaving out the first 1,200 tokens, which may come from many rows. The end of the
-    corpus, where a shard that is not full ends, is Place(number of files, 0, 0).
+    cut_shards() receives the tokens of whole batches, and does not know where a row ends. So a
+    Place names a batch, and counts tokens from its start. For example, Place(2, 300, 1200) means
+    that the next shard is made by reading file 2 from row 300 on, where a batch starts, and leaving
+    out the first 1,200 tokens. The end of the corpus, where a shard that is not full ends, is
+    Place(number of files, 0, 0).
     """
     file_number: int  # index of the file in reading order
     batch_start: int  # number of the first row of the batch
@@ -610,9 +610,9 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    If the manifest is missing or lists different inputs, shards cannot be used. If there are
-    training shards, raise UserError then. If not, return []: a single validation shard is soon made
-    again.
+    Raise UserError if there are training shards, but their manifest is missing or lists different
+    inputs. (A folder with only a validation shard counts as empty then, since this shard is soon
+    made again.)
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

@@ -147,9 +147,9 @@ FINETUNE = dict(
 # draw_later() stores the std of a layer's weight, and init_weights() draws the weights when
 # GPT.__init__ has built all layers
 
-# Only for edits: until a weight is drawn, its elements have this value. Elements that an edit sets
-# to other values, for example to 0, are not drawn. The value is so large that check_parameters()
-# also finds weights that were multiplied or copied before they were drawn
+# Only for edits: draw_later() also sets all elements of the weight to this value. init_weights()
+# draws only elements that still have it. So you may set some of them to 0, for example, before they
+# are drawn
 UNDRAWN = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -394,9 +394,9 @@ class DataLoaderLite:
     rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows, in a
     different order, as row numbers 12 to 23.
 
-    With `recut`, which is used for text files if they are shuffled, each epoch has a shift between
-    0 and T - 1 (epoch 0 has 0). In this epoch, rows begin at tokens 0, T - shift, 2 T - shift and
-    so on (so the first two rows overlap). Thus even a small text yields new rows in each epoch.
+    With `recut`, which is used for text files if they are shuffled, all rows except the first one
+    of a shard begin earlier, by 0 to T - 1 tokens. This number is the same for all rows of an
+    epoch, but it differs between epochs. So even a small text yields new rows in each epoch.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -414,11 +414,10 @@ class DataLoaderLite:
         self.open_shard, self.open_tokens = None, None
 
     def locate(self, row):
-        """Return the shard (its index) and the token at which a row begins. row: the row number.
-
-        order_of(n, shuffle, *key) returns the numbers 0 ... n - 1, shuffled with the random seed
-        `key`. It is cached, so this function is fast.
-        """
+        """Return the shard (its index) and the token at which a row begins. row: the row number."""
+        # order_of(n, shuffle, *key) returns the numbers 0 ... n - 1, shuffled with the random seed
+        # `key`. It caches its results
+        #
         # The comments at the ends of the lines give an example: row number 765, where T is 8, and
         # shards 0, 1 and 2 have 30, 50 and 40 rows
         epoch, n_read_in_epoch = divmod(row, self.rows_per_epoch)  # 765 = 6 * 120 + 45, so 6 and 45
@@ -434,9 +433,9 @@ class DataLoaderLite:
         order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8 = 136
         if self.recut:
-            # For example, with T = 8 and shift = 3, rows begin at tokens 0 (instead of -3), 5, 13
-            # and so on. The factor 0.618, from the golden ratio, makes the shifts of consecutive
-            # epochs very different
+            # Begin `shift` tokens earlier. For example, with T = 8 and shift = 3, rows begin at
+            # tokens 0 (instead of -3), 5, 13 and so on. The factor 0.618, from the golden ratio,
+            # makes the shifts of consecutive epochs very different
             shift = int(0.618 * epoch * self.T) % self.T
             start = max(0, start - shift)
         return shard, start
@@ -626,8 +625,8 @@ class State:
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     step: int = 0                 # number of steps taken
-    # Training time in minutes, without the first step after each start, in which the model may be
-    # compiled
+    # Training time in minutes. The first step after the script was started or restarted does not
+    # count, since the model may be compiled in it
     minutes_trained: float = 0.0
     tokens: int = 0               # number of tokens that the model has been trained on
 
@@ -651,7 +650,7 @@ class State:
 
 @dataclass
 class Run:
-    """The objects that train() uses.
+    """The objects that train() and train_step() use.
 
     Only `state` is saved. When a run is resumed, all of these objects are built again, and then
     `state` is restored. (With --minutes, trial steps determine max_steps. They use another Run.)
@@ -849,11 +848,12 @@ def train(run):
 #     constants   those of the command. The ones that affect training must be as before, except
 #                 that max_steps may grow (check_same_training)
 #     data        that of the command. It must be the same as before (check_same_training)
-#     code        that of today. If it was edited, the run continues with a warning. A finished run
-#                 is only evaluated again. If the code was edited, this is an error, since the
-#                 edited code has not trained the model (check_code_of_finished_run)
-#     State       that of the checkpoint (restore_state). But if hyperparameters of an optimizer
-#                 were edited in the code, they have their new values (edited_hyperparameters)
+#     code        that of today. A run that has steps left continues with edited code, and warns
+#                 about it. A finished run, which is only evaluated again, refuses edited code
+#                 (check_code_of_finished_run)
+#     State       that of the checkpoint (restore_state). But if a hyperparameter in the code of an
+#                 optimizer was edited, for example Muon's momentum, it has its new value
+#                 (edited_hyperparameters)
 #     log.txt     without the lines about steps that are repeated (truncate_and_open_log)
 #
 # Two short sections describe checkpoints and trained models. The next sections contain main() and
@@ -892,17 +892,6 @@ class Weights:
     spec: ModelSpec
     tensors: dict              # the state_dict of a GPT
     code: int | None = None    # checksum of the code that wrote them, or None if it is unknown
-
-@dataclass
-class StartingPoint:
-    """What a command starts from: a new model, existing weights, or a checkpoint."""
-    # The model that determines constants in Config, for example n_layer: the one in init_from or,
-    # with --sample, the one to sample from. If it is None, Config determines all constants. This is
-    # so with init_from=scratch, even if the run is resumed: if a constant was edited in the
-    # meantime, check_same_training() reports this
-    constants_from: ModelSpec | None = None
-    weights: Weights | None = None   # with --sample, and in a new run with init_from: to be loaded
-    checkpoint: dict | None = None   # in a resumed run: State is restored from it
 
 # ---- The start and the end of the program
 def main():
@@ -969,7 +958,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     given = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, given)
     start = find_start(cfg, device)
-    spec = start.constants_from
+    spec = start.constants_from  # None in a run from scratch
     if preset_name == "FINETUNE":
         cfg = with_values_for_finetuning(cfg, given, spec)
     text = note + describe_preset(preset_name, cfg)
@@ -1018,6 +1007,23 @@ def choose_preset(data, flags):
     return "SMALL" if flags.get("init_from", Config.init_from) == "scratch" else "FINETUNE"
 
 # ---- What a command starts from
+@dataclass
+class StartingPoint:
+    """What a command starts from. These attributes are set, and the others are None:
+
+        a new run from scratch        -
+        a resumed run from scratch    checkpoint
+        a new run with init_from      constants_from and weights
+        a resumed run with init_from  constants_from and checkpoint
+        --sample                      constants_from and weights
+    """
+    # The model that determines constants in Config, for example n_layer. (In a run from scratch,
+    # you determine them in Config. If you edit one before the run is resumed, check_same_training()
+    # reports that it differs from the checkpoint)
+    constants_from: ModelSpec | None = None
+    weights: Weights | None = None   # to load into the model
+    checkpoint: dict | None = None   # to restore State from
+
 def find_start(cfg, device):
     """Return the StartingPoint of a command. Raise UserError if a file cannot be read."""
     if cfg.init_from == "resume":  # nanoGPT's way to resume a run
@@ -1245,7 +1251,7 @@ def steps_for_epochs(cfg, rows_per_epoch):
     limit = 1
     while not is_enough(limit):
         limit *= 2
-    # This is the lowest number up to `limit` for which is_enough() returns True
+    # Find the number from which on is_enough() returns True, by bisection
     return bisect.bisect_left(range(limit + 1), True, key=is_enough)
 
 def build_run(cfg, start, device, loaders, folder=None):
@@ -1286,7 +1292,7 @@ def build_state(raw_model, cfg, dtype):
     state = State(raw_model, optimizers, scaler)
     # Only for edits: each optimizer group keeps a copy of its hyperparameters, in its entry
     # "initial". If the run is resumed later, edited_hyperparameters() compares them with the code
-    copy_hyperparameters(state.optimizers)
+    prepare_groups(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
 
@@ -1711,9 +1717,8 @@ def path_of_checkpoint_to_use(folder):
     """
     found = find_checkpoints(folder)  # {step: path}, the newest first
     paths = list(found.values())
-    # {step: validation loss} of these checkpoints. (read_metrics() returns a list of pairs. It is
-    # empty if nothing was validated)
-    losses = {step: loss for step, loss in read_metrics(folder)["val"] if step in found}
+    points = read_metrics(folder)["val"]  # [(step, validation loss), ...], or [] if there are none
+    losses = {step: loss for step, loss in points if step in found}
     if losses:
         last_validated = max(losses)             # the largest key
         best_step = min(losses, key=losses.get)  # the key with the lowest value
@@ -1753,45 +1758,6 @@ def read_checkpoint(path, mmap=True):
     except Exception as e:  # reading a damaged file may raise any exception
         raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}).") from None
     return converted_to_todays_format(checkpoint)  # an older version may have written it
-
-# ---- Edited hyperparameters. An optimizer group holds hyperparameters, such as momentum. A resumed
-# run continues with the saved values, since training may have changed some of them. But if a value
-# was edited in the code, the run continues with the new value. To find out what was edited, each
-# group has an entry "initial" with a copy of the values with which the code has built the group.
-#
-# For example, suppose that the code builds a group with momentum=0.95, and that training changes
-# this to 0.97. Then a checkpoint has momentum=0.97, and its "initial" has momentum=0.95. If the
-# code of the resumed run builds the group with 0.95, as before, the run continues with 0.97. But if
-# it builds the group with 0.9, this differs from "initial", and the run continues with 0.9
-def copy_hyperparameters(optimizers):
-    """Store a copy of each optimizer group's hyperparameters in its entry "initial".
-
-    Groups that have "initial" do not change. If a group has no "peak_lr", set this, too.
-    (configure_optimizers() sets it in the groups that it builds.) If train_step() adds an optimizer
-    or a group, call this function again.
-    """
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group.setdefault("peak_lr", group["lr"])
-            if "initial" not in group:
-                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
-                                    if name not in ("params", "param_names")}
-
-def edited_hyperparameters(group, saved_group):
-    """Return {name: value} of the hyperparameters in `group` that were edited in the code.
-
-    Tensors, which may be large, are not compared, and do not count as edited.
-
-    group: an optimizer group as the code builds it now. saved_group: the same group in the
-    checkpoint. If one of them has no "initial", nothing counts as edited. (Very old checkpoints do
-    not have it, nor do optimizers that an edit has put into another attribute of State.)
-    """
-    before, now = saved_group.get("initial", {}), group.get("initial", {})
-    edited = {}
-    for name in before.keys() & now.keys():
-        if not has_tensors([before[name], now[name]]) and before[name] != now[name]:
-            edited[name] = group[name]
-    return edited
 
 # ---- Restoring State from the entry "state" of a checkpoint
 def restore_state(state, saved):
@@ -1854,6 +1820,29 @@ def moved(content, device):
         return type(content)(moved(part, device) for part in content)
     return content.to(device) if torch.is_tensor(content) else content
 
+# ---- Edited hyperparameters. An optimizer group holds hyperparameters, such as momentum. A resumed
+# run continues with the saved values, since training may have changed some of them. But if a value
+# was edited in the code, the run continues with the new value. To find out what was edited, each
+# group has an entry "initial" with a copy of the values with which the code has built the group.
+#
+# For example, suppose that the code builds a group with momentum=0.95, and that training changes
+# this to 0.97. Then a checkpoint has momentum=0.97, and its "initial" has momentum=0.95. If the
+# code of the resumed run builds the group with 0.95, as before, the run continues with 0.97. But if
+# it builds the group with 0.9, this differs from "initial", and the run continues with 0.9
+def prepare_groups(optimizers):
+    """Add the entries "initial" and "peak_lr" to optimizer groups that lack them.
+
+    "initial" is a copy of the group's hyperparameters. configure_optimizers() has already set
+    "peak_lr" in the groups that it builds. If train_step() adds an optimizer or a group, call this
+    function again.
+    """
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group.setdefault("peak_lr", group["lr"])
+            if "initial" not in group:
+                group["initial"] = {name: copy.deepcopy(value) for name, value in group.items()
+                                    if name not in ("params", "param_names")}
+
 def load_optimizer(optimizer, saved):
     """Load what saved_form_of() returned into an optimizer.
 
@@ -1869,15 +1858,30 @@ def load_optimizer(optimizer, saved):
     device = parameters[0].device if parameters else None
     groups = []
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        # A hyperparameter has its saved value, unless it was edited in the code. If the checkpoint
-        # lacks it, it has the value in `group`, which the code has built. ("params" also has its
-        # saved value: the parameters' numbers, as optimizer.load_state_dict() requires)
-        edited = edited_hyperparameters(group, saved_group)
-        resumed = group | moved(saved_group, device) | edited
+        # Saved values take precedence over those of the code, unless they were edited there. (In
+        # saved_group, "params" is a list of numbers, as optimizer.load_state_dict() expects)
+        resumed = group | moved(saved_group, device)
+        resumed |= edited_hyperparameters(group, saved_group)
         if "initial" in group:
             resumed["initial"] = group["initial"]  # for the comparison at the next restart
         groups.append(resumed)
     optimizer.load_state_dict(saved | {"param_groups": groups})
+
+def edited_hyperparameters(group, saved_group):
+    """Return {name: value} of the hyperparameters in `group` that were edited in the code.
+
+    Tensors, which may be large, are not compared, and do not count as edited.
+
+    group: an optimizer group as the code builds it now. saved_group: the same group in the
+    checkpoint. If one of them has no "initial", nothing counts as edited. (Very old checkpoints do
+    not have it, nor do optimizers that an edit has put into another attribute of State.)
+    """
+    before, now = saved_group.get("initial", {}), group.get("initial", {})
+    edited = {}
+    for name in before.keys() & now.keys():
+        if not has_tensors([before[name], now[name]]) and before[name] != now[name]:
+            edited[name] = group[name]
+    return edited
 
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
@@ -2113,15 +2117,14 @@ class RunFolder:
             self.last_plot = self.executor.submit(plot_curves, self.path)
 
 def copy_to_host(content, old_buffers):
-    """Return a copy of nested content with its tensors in host memory, and the buffers it uses.
+    """Return a copy of nested content with its tensors in host memory, and a dict of these tensors.
 
-    A buffer is a tensor in host memory. The buffers are returned as a dict. The key of a buffer is
-    the address, shape, stride and dtype of the tensor that was copied into it. Tied weights, which
-    are the same tensor, have the same key. So they share a buffer, and are saved only once. The
-    next copy gets the dict as old_buffers. Most tensors still have the same key then, and their
-    buffers are used again, which is faster than allocating new ones.
+    The keys of the dict are the address, shape, stride and dtype of the original tensors. They are
+    used for two purposes. First, tied weights are the same tensor, and have the same key. So they
+    are copied and saved only once. Second, the next copy gets this dict as old_buffers. It
+    overwrites the tensors of all keys that still occur, which is faster than allocating new ones.
 
-    old_buffers: the buffers of the previous copy, or {}.
+    old_buffers: the dict of the previous copy, or {}.
     """
     buffers = {}
 
@@ -2181,10 +2184,12 @@ def check_parameters(raw_model, optimizers):
     n_groups = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
                        for p in group["params"])
     for name, p in raw_model.named_parameters():
+        # If you multiply an undrawn weight, for example by 0.02, or if you copy it, it has elements
+        # that are far too large
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        if largest >= UNDRAWN / 1000:  # an edit may have multiplied UNDRAWN by, say, 0.02
+        if largest >= UNDRAWN / 1000:
             raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
                             "it from another weight, before init_weights() has drawn it. Then "
                             "move this edit to the end of GPT.__init__. If its layer was created "

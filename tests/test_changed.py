@@ -287,7 +287,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
         embeddings, *others = model.parameters()
         groups = [dict(params=others), dict(params=[embeddings], lr=cfg.max_lr / 100)]
         optimizers = [torch.optim.SGD(groups, lr=cfg.max_lr)]
-        t.copy_hyperparameters(optimizers)  # as build_state() does
+        t.prepare_groups(optimizers)  # as build_state() does
         return t.State(model, optimizers, scaler)
     cfg = t.Config(T=32, B=4, total_batch_size=128)
     run = stub_run(small(), cfg, ids(T=33))
@@ -305,7 +305,7 @@ def test_groups_keep_their_ratio_to_max_lr_and_their_numbers_when_a_run_continue
     # An edit may replace the optimizers during training
     run.ddp_model = run.state.raw_model
     run.state.optimizers = [torch.optim.SGD(run.state.raw_model.parameters(), lr=2 * cfg.max_lr)]
-    t.copy_hyperparameters(run.state.optimizers)
+    t.prepare_groups(run.state.optimizers)
     t.train_step(run)
     group = run.state.optimizers[0].param_groups[0]
     assert group["lr"] == pytest.approx(2 * t.get_lr(4, cfg))
@@ -315,7 +315,7 @@ def test_a_group_may_hold_dtypes_lists_and_tensors(tmp_path):
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1, device="meta"))], lr=0.1)
     group, = optimizer.param_groups
     group["compute"], group["seen"], group["buffer"] = torch.bfloat16, [], torch.zeros(2)
-    t.copy_hyperparameters([optimizer])
+    t.prepare_groups([optimizer])
     group["seen"].append(3)
     torch.save(t.saved_form_of(optimizer), tmp_path / "saved.pt")
     content = load(tmp_path / "saved.pt")
@@ -333,7 +333,7 @@ def muon_state(saved=None, **in_group):
     """
     optimizers = t.configure_optimizers(model := small(), t.Config(optimizer="muon"))
     optimizers[1].param_groups[0].update(in_group)
-    t.copy_hyperparameters(optimizers)  # as build_state() does
+    t.prepare_groups(optimizers)  # as build_state() does
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=False))
     if saved:
         state.load_state_dict(saved)
@@ -374,7 +374,7 @@ def test_optimizers_with_an_empty_group_are_restored():
     """If an edit freezes the embeddings, Muon has all other matrices, and AdamW has none."""
     def adamw(parameters):
         optimizer = torch.optim.AdamW([dict(params=[]), dict(params=parameters)])
-        t.copy_hyperparameters([optimizer])
+        t.prepare_groups([optimizer])
         return optimizer
     for parameters in ([torch.nn.Parameter(torch.ones(1))], []):
         saved = adamw(parameters)
@@ -394,7 +394,7 @@ def test_an_optimizer_in_an_attribute_of_its_own_is_restored():
     assert optimizer.param_groups[0]["seen"] == [1]
     for seen in ([1], [2], [2]):  # the second one is edited
         optimizer = sgd(seen)
-        t.copy_hyperparameters([optimizer])
+        t.prepare_groups([optimizer])
         t.load_optimizer(optimizer, saved)
         optimizer.param_groups[0]["seen"].append(9)
         saved = copy.deepcopy(t.saved_form_of(optimizer))
@@ -421,7 +421,7 @@ def test_an_attribute_that_training_created_is_restored():
 def test_an_object_around_an_optimizer_is_restored_as_it_was_saved():
     """The script knows the format of its own optimizers, but not that of other objects."""
     adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))])
-    t.copy_hyperparameters([adamw])
+    t.prepare_groups([adamw])
 
     class Lookahead:
         def state_dict(self):
@@ -536,7 +536,7 @@ def with_whole_groups(content, name=None):
     """
     model = t.GPT(t.GPTConfig(**content["gpt_config"]))
     built = t.configure_optimizers(model, t.Config(**content["constants"]))
-    t.copy_hyperparameters(built)
+    t.prepare_groups(built)
     optimizers = copy.deepcopy(content["state"]["optimizers"])
     for saved, optimizer in zip(optimizers, built, strict=True):
         for i, initial in enumerate(optimizer.state_dict()["param_groups"]):

@@ -533,7 +533,7 @@ def test_parts_of_a_model_that_are_not_trained_are_noted():
     initial = {name: (list(p.shape), check_run.crc_of(p)) for name, p in model.named_parameters()}
     adamw = torch.optim.AdamW([dict(params=[model.weight, model.decayed], weight_decay=0.1),
                                dict(params=[model.unused], weight_decay=0.0)])
-    train_gpt2.copy_hyperparameters([adamw])
+    train_gpt2.prepare_groups([adamw])
     run = types.SimpleNamespace(state=types.SimpleNamespace(
         raw_model=model, eval_model=model, optimizers=[adamw], step=0,
         state_dict=lambda: {"raw_model": model.state_dict(), "mean": [torch.ones(2)]}))
@@ -1859,14 +1859,14 @@ def test_learning_rates_that_only_one_optimizer_has_are_noted():
     model = train_gpt2.GPT(train_gpt2.GPTConfig(n_layer=2, n_head=1, n_embd=8, block_size=8))
     cfg = train_gpt2.Config(optimizer="muon")
     optimizers = train_gpt2.configure_optimizers(model, cfg)
-    train_gpt2.copy_hyperparameters(optimizers)
+    train_gpt2.prepare_groups(optimizers)
     state = types.SimpleNamespace(raw_model=model, optimizers=optimizers)
     assert check_run.notes_about_learning_rates(state) == []
     last = [p for p in model.transformer.h[1].parameters() if p.dim() < 2]
     group = optimizers[0].param_groups[1]
     group["params"] = [p for p in group["params"] if not any(p is other for other in last)]
     optimizers[0].add_param_group(dict(params=last, lr=0.1))
-    train_gpt2.copy_hyperparameters(optimizers)
+    train_gpt2.prepare_groups(optimizers)
     note, = check_run.notes_about_learning_rates(state)
     assert note.startswith("in the blocks, AdamW has 2 learning rates, but Muon, which trains 8 of")
 
@@ -1886,7 +1886,7 @@ def test_learning_rates_that_the_next_step_replaces_are_noted(monkeypatch, steps
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=cfg.max_lr)
     state = train_gpt2.State(weight, [optimizer], torch.amp.GradScaler("cpu", enabled=False))
-    train_gpt2.copy_hyperparameters([optimizer])
+    train_gpt2.prepare_groups([optimizer])
     names = check_run.watch_overwritten_rates(train_gpt2)
     for state.step in range(3):
         if state.step in steps:
@@ -1972,7 +1972,7 @@ def test_learning_rates_that_differ_from_the_schedule_by_a_factor_are_noted():
     """A factor that changes from step to step gives no note."""
     cfg = train_gpt2.Config()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=cfg.max_lr)
-    train_gpt2.copy_hyperparameters([optimizer])
+    train_gpt2.prepare_groups([optimizer])
     group, = optimizer.param_groups
     for factors, n in (((1.0, 1.0), 0), ((0.5, 0.5), 1), ((0.9, 0.81), 0)):
         run = types.SimpleNamespace(cfg=cfg, state=types.SimpleNamespace(

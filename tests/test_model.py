@@ -154,7 +154,7 @@ def test_generate_does_not_affect_training():
 def stub_run(model, cfg, rows, optimizers=None, float16=False):
     """Return a Run with the attributes that train_step() uses. Each micro-step reads all `rows`."""
     optimizers = optimizers or t.configure_optimizers(model, cfg)
-    t.copy_hyperparameters(optimizers)
+    t.prepare_groups(optimizers)
     state = t.State(model, optimizers, torch.amp.GradScaler("cpu", enabled=float16))
     run = mock.MagicMock(cfg=cfg, state=state, ddp_model=model, device=torch.device("cpu"))
     run.train_loader.batch.return_value = rows[:, :-1], rows[:, 1:]
