@@ -519,10 +519,10 @@ def tokenize_all(batches, nprocs, encoding_name):
 class Place(NamedTuple):
     """A point in the corpus, at which a shard ends and the next one starts.
 
-    cut_shards() receives the tokens of whole batches, and does not know where a row ends. So a
-    Place names a batch, and counts tokens from its start. For example, Place(2, 300, 1200) means
-    that the next shard is made by reading file 2 from row 300 on, where a batch starts, and leaving
-    out the first 1,200 tokens. The end of the corpus, where a shard that is not full ends, is
+    cut_shards() receives the tokens of whole batches of rows, and does not know where a row ends.
+    So a Place names the first row of a batch, and counts tokens from there. For example, Place(2,
+    300, 1200) means that the next shard is made by reading file 2 from row 300 on, and leaving out
+    the first 1,200 tokens. The end of the corpus, where a shard that is not full ends, is
     Place(number of files, 0, 0).
     """
     file_number: int  # index of the file in reading order
@@ -610,9 +610,9 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    Raise UserError if there are training shards, but their manifest is missing or lists different
-    inputs. (A folder with only a validation shard counts as empty then, since this shard is soon
-    made again.)
+    If the manifest is missing or lists different inputs, none of the shards can be used. If there
+    are training shards, this raises UserError. If there is at most a validation shard, which is
+    soon made again, return [].
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

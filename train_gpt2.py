@@ -17,9 +17,10 @@ memory.
 (Rounding errors depend on both. If dropout is above 0, the dropout masks depend
 on B.)
 
-Part one, up to the end of train(), is the code to read and change. Part two is
-what long runs need in practice. The mark "Only for edits:" stands at code that
-has no effect in this file as it is, but keeps your edits correct.
+Part one, up to the end of train(), is the code to read and change. Part two
+puts a run together, and contains what long runs need in practice. The mark
+"Only for edits:" stands at code that has no effect in this file as it is, but
+keeps your edits correct.
 """
 import ast
 import bisect
@@ -79,7 +80,7 @@ class Config:
     """
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
-    shuffle: bool = True            # read the data in a random order, a new one in each epoch
+    shuffle: bool = True            # read training data in a random order, a new one in each epoch
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training. B affects only memory and speed, and is lowered
     # if it does not divide the number of rows that each process reads per step
@@ -147,18 +148,13 @@ FINETUNE = dict(
 # draw_later() stores the std of a layer's weight, and init_weights() draws the weights when
 # GPT.__init__ has built all layers
 
-# Only for edits: draw_later() also sets all elements of the weight to this value. init_weights()
-# draws only elements that still have it. So you may set some of them to 0, for example, before they
-# are drawn
-UNDRAWN = 2.0**17
-
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
     """
     layer.weight.init_std = std
-    nn.init.constant_(layer.weight, UNDRAWN)
+    nn.init.constant_(layer.weight, UNDRAWN)  # Only for edits: see below
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
@@ -173,8 +169,11 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # Only for edits: draw only those elements that are still UNDRAWN
             p.copy_(torch.where(p == UNDRAWN, drawn.to(p.device), p))
+
+# Only for edits: a weight has this value until it is drawn, and init_weights() draws only elements
+# that still have it. So you may set some elements to 0, for example, before they are drawn
+UNDRAWN = 2.0**17
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and strings, as in seed_from(seed, name)."""
@@ -264,7 +263,9 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
 class GPT(nn.Module):
-    """GPT-2 (Radford et al. 2019, section 2.3). Parameters are named as in transformers.
+    """GPT-2 (Radford et al. 2019, section 2.3).
+
+    Parameters have the same names as in transformers, where some matrices are transposed.
 
     seed: determines the initial weights. The default is the last seed given to torch.manual_seed().
     """
@@ -311,8 +312,8 @@ class GPT(nn.Module):
         logits = self.lm_head(x)  # (B, T, padded(n_vocab))
         # Hint: if you change the logits, for example cap them, do it here.
 
-        # The padding columns belong to no token. For the loss, mask them, so that their probability
-        # is 0. They are only removed after the loss, because removing them here would make a
+        # The padding columns belong to no token. Mask them, so that their probability is 0 in the
+        # loss. They are removed below, after the loss, because removing them here would make a
         # compiled step on an H100 5% slower. (Masking after float() would need 6 GiB more at B=64)
         padding = torch.arange(logits.size(-1), device=x.device) >= self.config.n_vocab
         logits = logits.masked_fill(padding, -math.inf).float()
@@ -395,8 +396,9 @@ class DataLoaderLite:
     different order, as row numbers 12 to 23.
 
     With `recut`, which is used for text files if they are shuffled, all rows except the first one
-    of a shard begin earlier, by 0 to T - 1 tokens. This number is the same for all rows of an
-    epoch, but it differs between epochs. So even a small text yields new rows in each epoch.
+    of a shard begin 0 to T - 1 tokens before the tokens named above. This number is the same for
+    all rows of an epoch, but it differs between epochs. So even a small text yields new rows in
+    each epoch.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -423,8 +425,8 @@ class DataLoaderLite:
         epoch, n_read_in_epoch = divmod(row, self.rows_per_epoch)  # 765 = 6 * 120 + 45, so 6 and 45
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1 (random)
         ends = self.rows_in_shard[shard_order].cumsum()            # 40, 40 + 30, 40 + 30 + 50
-        i = int(ends.searchsorted(n_read_in_epoch, side="right"))  # 1, since 40 <= 45 < 70
-        shard = int(shard_order[i])                                # 0, with 30 rows
+        i = int(ends.searchsorted(n_read_in_epoch, side="right"))  # 1, since 40 <= 45 < 40 + 30
+        shard = int(shard_order[i])                                # 0, since the order is 2, 0, 1
         n_rows = int(self.rows_in_shard[shard])                    # 30
         n_read_before_shard = int(ends[i]) - n_rows                # 70 - 30 = 40
         n_read_in_shard = n_read_in_epoch - n_read_before_shard    # 45 - 40 = 5
@@ -542,8 +544,8 @@ class Muon(torch.optim.Optimizer):
             self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         average = self.state[p]["momentum_buffer"]
         # a.lerp(b, w) is (1 - w) * a + w * b
-        average.lerp_(p.grad, 1 - momentum)     # new = momentum * old + (1 - momentum) * p.grad
-        ahead = p.grad.lerp(average, momentum)  # next = (1 - momentum) * p.grad + momentum * new
+        average.lerp_(p.grad, 1 - momentum)     # momentum * average + (1 - momentum) * p.grad
+        ahead = p.grad.lerp(average, momentum)  # (1 - momentum) * p.grad + momentum * average
         return ahead.to(self.dtype)
 
     @torch.no_grad()
@@ -594,7 +596,7 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]  # the highest lr of the group, for step_optimizers()
+            group["peak_lr"] = group["lr"]  # step_optimizers() computes the lr of a step from it
     return optimizers
 
 # ---- Training
@@ -634,7 +636,8 @@ class State:
     def eval_model(self):
         """The GPT that is validated and sampled from.
 
-        Its weights are exported. A later command with init_from=log_dir starts from them.
+        Its weights are exported. If init_from of a later run names this run's folder, that run
+        starts from them.
 
         Hint: if an edit averages the weights, return the averaged model here. In the example
         above, this is self.average.module.
@@ -780,7 +783,7 @@ def due(every, run):
     return every > 0 and (run.state.step % every == 0 or run.state.step == run.cfg.max_steps)
 
 def train(run):
-    """Train until max_steps is reached or a signal arrives, and then finish the run.
+    """Train until max_steps is reached or a signal arrives, and then call finish().
 
     Before each step, save and evaluate if this is due. Steps are counted from 0, so before step n,
     the model has taken n steps. In the log, `val` of step n is the validation loss of this model,
@@ -823,7 +826,7 @@ def train(run):
     finish(run, stopped)
 
 
-# ==== Part two: what long runs need in practice
+# ==== Part two: how a run is put together, and what long runs need in practice
 #
 # A command starts a new run, resumes the run in log_dir or, with --sample, prints samples. A new
 # run and --sample may use the weights of a trained model. A resumed run continues from a
@@ -846,7 +849,9 @@ def train(run):
 # What a resumed run uses:
 #
 #     constants   those of the command. The ones that affect training must be as before, except
-#                 that max_steps may grow (check_same_training)
+#                 that max_steps may grow (check_same_training). In a run with init_from, the
+#                 constants of the model come from the checkpoint. In a run with `minutes`,
+#                 max_steps does
 #     data        that of the command. It must be the same as before (check_same_training)
 #     code        that of today. A run that has steps left continues with edited code, and warns
 #                 about it. A finished run, which is only evaluated again, refuses edited code
@@ -873,7 +878,9 @@ def train(run):
 #     data          the fingerprint of the training data
 #     code          the checksum of the code (see code_checksum)
 #
-# A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once
+# A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once.
+# A run is resumed from its newest checkpoint. For samples, for the export and for --init_from,
+# path_of_checkpoint_to_use() chooses a checkpoint
 
 # ---- Trained models, which come from a checkpoint or from Hugging Face (see read_weights)
 @dataclass
@@ -958,7 +965,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     given = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, given)
     start = find_start(cfg, device)
-    spec = start.constants_from  # None in a run from scratch
+    spec = start.constants_from  # a ModelSpec, or None in a run from scratch
     if preset_name == "FINETUNE":
         cfg = with_values_for_finetuning(cfg, given, spec)
     text = note + describe_preset(preset_name, cfg)
@@ -973,10 +980,10 @@ def resolve_config(flags, device=torch.device("cpu")):
     return cfg, start, text
 
 def with_implied_flags(flags):
-    """Return the flags, and with --max_steps also those that it implies: no epochs and no minutes.
+    """Return the flags. If --max_steps is one of them, add --epochs=0 and --minutes=0.
 
     Otherwise `epochs` in the preset FINETUNE, for example, would override --max_steps. If --epochs
-    or --minutes is given, too, it takes precedence over --max_steps.
+    or --minutes is given, too, it keeps its value, and overrides --max_steps.
     """
     if "max_steps" not in flags:
         return flags
@@ -1074,8 +1081,8 @@ def with_values_for_finetuning(cfg, given, spec):
     """
     constants = spec.model_constants
     if "max_lr" not in given:
-        # Adam's best learning rate falls as the width grows (Yang et al. 2022). For gpt2, this is
-        # 1.3e-4
+        # Adam's best learning rate falls as the width grows (Yang et al. 2022), so divide by the
+        # width. For gpt2, the result is 1.3e-4
         cfg = replace(cfg, max_lr=0.1 / constants["n_embd"])
     if "T" not in given:
         # The largest power of two that fits into block_size, up to 1024
@@ -1290,8 +1297,8 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    # Only for edits: each optimizer group keeps a copy of its hyperparameters, in its entry
-    # "initial". If the run is resumed later, edited_hyperparameters() compares them with the code
+    # Only for edits: copy the hyperparameters of each optimizer group. If the run is resumed later,
+    # the copies show which ones were edited. (Also set "peak_lr" in groups that lack it)
     prepare_groups(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
@@ -1366,10 +1373,10 @@ def sum_over_ranks(tensor):
     return tensor
 
 def print0(text):
-    """Print text on rank 0 only. Use a single write, because the saving thread also prints."""
+    """Print text on rank 0 only."""
     if rank() == 0:
-        # Ignore the OSError of a full disk, and the RuntimeError that is raised when a signal
-        # handler prints during another print
+        # Write the text at once, because the saving thread also prints. Ignore the OSError of a
+        # full disk, and the RuntimeError if a signal handler prints during another print
         with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
 
@@ -1608,8 +1615,8 @@ def read_weights(name):
     model = gpt_from_hugging_face(name)
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
-    # (Only for edits: constants that were added to GPTConfig are left out, because transformers
-    # does not know them)
+    # All constants except dropout. (Only for edits: if you add a constant to GPTConfig, it does not
+    # belong here, because transformers does not know it)
     known = ("block_size", "n_vocab", "n_layer", "n_head", "n_embd")
     model_constants = {key: getattr(model.config, key) for key in known}
     return Weights(ModelSpec(name, model_constants, encoding_name), model.state_dict())
@@ -1710,10 +1717,11 @@ def path_of_newest_checkpoint(folder):
 def path_of_checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
-    Normally, this is the newest checkpoint, whether or not it has been validated. But if the latest
-    validation loss is higher than an earlier one, it is the checkpoint with the lowest validation
-    loss. (Only losses of checkpoints that still exist count.) Damaged checkpoints are skipped.
-    Return None if there is no checkpoint.
+    Normally, this is the newest checkpoint, even if it has not been validated yet. But if the last
+    validation found a higher loss than an earlier one, the model has become worse. Then it is the
+    checkpoint with the lowest loss. (Only losses of checkpoints that still exist count.)
+
+    Damaged checkpoints are skipped. Return None if there is no checkpoint.
     """
     found = find_checkpoints(folder)  # {step: path}, the newest first
     paths = list(found.values())
@@ -1870,7 +1878,8 @@ def load_optimizer(optimizer, saved):
 def edited_hyperparameters(group, saved_group):
     """Return {name: value} of the hyperparameters in `group` that were edited in the code.
 
-    Tensors, which may be large, are not compared, and do not count as edited.
+    These are the ones whose values in the two entries "initial" differ. Tensors, which may be
+    large, are not compared, and do not count as edited.
 
     group: an optimizer group as the code builds it now. saved_group: the same group in the
     checkpoint. If one of them has no "initial", nothing counts as edited. (Very old checkpoints do
@@ -2184,11 +2193,10 @@ def check_parameters(raw_model, optimizers):
     n_groups = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
                        for p in group["params"])
     for name, p in raw_model.named_parameters():
-        # If you multiply an undrawn weight, for example by 0.02, or if you copy it, it has elements
-        # that are far too large
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
+        # An undrawn weight that was copied, or multiplied by 0.02, for example, is far too large
         if largest >= UNDRAWN / 1000:
             raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
                             "it from another weight, before init_weights() has drawn it. Then "
