@@ -45,8 +45,8 @@ GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them ta
 class Prepared(NamedTuple):
     """Q questions as rows of tokens for one model. Row number 4 * q + i has ending i of question q.
 
-    make_batches() sorts the rows of all questions by length. So a batch has R rows of different
-    questions, padded to a common length N, and a list of their row numbers.
+    make_batches() sorts the rows of all questions by length. So a batch has R rows, most of them of
+    different questions, which are padded to a common length N, and a list of their row numbers.
     """
     batches: list           # (row numbers, tokens (R, N), is_ending (R, N)) of each batch
     labels: torch.Tensor    # (Q,) the index of the correct ending
@@ -346,8 +346,8 @@ def score_and_print(args):
     # Like the published scores, these scores are computed in float32, but with TF32 on GPUs that
     # have it. TF32 is faster, and rounds only the inputs of matrix multiplications. bfloat16 would
     # also round the logits: GPT-2's logits are near -35, where neighbouring bfloat16 numbers differ
-    # by 1/4. train_gpt2.py scores in the dtype of training, which may be bfloat16. So its scores
-    # are less precise than those that this command prints.
+    # by 1/4. train_gpt2.py scores in the dtype of training. If this is bfloat16, its scores are
+    # less precise than those that this command prints.
     torch.set_float32_matmul_precision("high")
     result = evaluate(model, prepare(examples, model, encode), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

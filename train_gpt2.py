@@ -95,7 +95,7 @@ class Config:
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a folder (of a run or model), a .pt
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon in blocks, AdamW for the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: AdamW and, for matrices in blocks, Muon
     max_lr: float = 6e-4            # peak learning rate (0.1 / n_embd with the preset FINETUNE)
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
@@ -431,7 +431,7 @@ class DataLoaderLite:
         n_read_before_shard = int(ends[i]) - n_rows                # 70 - 30 = 40
         n_read_in_shard = n_read_in_epoch - n_read_before_shard    # 45 - 40 = 5
         # The order in which this epoch reads the 30 rows of shard 0. In the example, its element
-        # with index 5 is 17: it reads the row that begins at token 17 * T
+        # with index 5 is 17. So the row to read is the one that begins at token 17 * T
         order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
         start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8 = 136
         if self.recut:
@@ -612,9 +612,9 @@ class State:
         def __post_init__(self):
             self.average = torch.optim.swa_utils.AveragedModel(self.raw_model)
 
-    In a new run, __post_init__() is called when the initial or pretrained weights have been loaded.
-    A resumed run calls it, too, but afterwards it replaces all weights and all attributes, such as
-    `average`, by those in the checkpoint.
+    In a new run, __post_init__() is called after the initial weights have been drawn or the
+    pretrained ones have been loaded. In a resumed run, it is also called, but afterwards all
+    weights and all attributes, such as `average`, are replaced with those in the checkpoint.
 
     An attribute may be a number, a string, a tensor, a list or dict of these, an object with
     state_dict() and load_state_dict(), or a list of such objects. Any other type causes an error
@@ -789,8 +789,8 @@ def train(run):
     the model has taken n steps. In the log, `val` of step n is the validation loss of this model,
     and `train` of step n is its loss on the batch of step n.
 
-    A resumed run begins at the step that was saved, and evaluates it again. (RunFolder.begin() has
-    removed the lines about this step and later ones from the log.)
+    A resumed run begins at the step that was saved, and repeats the evaluations before this step.
+    (RunFolder.begin() has removed the lines about this step and later ones from the log.)
     """
     cfg, state, stopped = run.cfg, run.state, False
     while not stopped:
@@ -968,12 +968,12 @@ def resolve_config(flags, device=torch.device("cpu")):
     spec = start.constants_from  # a ModelSpec, or None in a run from scratch
     if preset_name == "FINETUNE":
         cfg = with_values_for_finetuning(cfg, given, spec)
+    from_weights = values_from_weights(spec) if spec else {}  # source 4
+    before, cfg = cfg, make_config(Config, asdict(cfg) | from_weights)
     text = note + describe_preset(preset_name, cfg)
-    if spec:  # source 4
-        values = values_from_weights(spec)
-        check_flags_against_weights(flags, cfg, values, spec.source)
-        cfg = replace(cfg, **values)
-        text += "\n" + describe_values(spec.source, values)
+    if spec:
+        check_flags_against_weights(flags, before, cfg, spec.source)
+        text += "\n" + describe_values(spec.source, from_weights)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
@@ -1076,8 +1076,8 @@ def read_newest_checkpoint(log_dir, device):
 def with_values_for_finetuning(cfg, given, spec):
     """Return a Config in which max_lr and T suit the fine-tuning of a model.
 
-    given: {name: value} of the preset and the flags. If it contains max_lr or T, this does not
-    change. spec: the model's ModelSpec.
+    given: {name: value} of the preset and the flags. If it contains max_lr or T, that value is
+    kept. spec: the model's ModelSpec.
     """
     constants = spec.model_constants
     if "max_lr" not in given:
@@ -1104,15 +1104,15 @@ def values_from_weights(spec):
         values["encoding"] = spec.encoding_name
     return values
 
-def check_flags_against_weights(flags, cfg, from_weights, source):
+def check_flags_against_weights(flags, before, cfg, source):
     """Raise UserError if a flag has a different value than the weights.
 
-    cfg: the Config with the values of the flags. from_weights: {name: value} of the constants that
-    the weights determine. source: where the weights come from.
+    before, cfg: the Config before and after the weights have determined constants. source: where
+    the weights come from.
     """
     for name in flags:
-        if name in from_weights and getattr(cfg, name) != from_weights[name]:
-            raise UserError(f"{name} is {from_weights[name]} in the weights {source}: leave out "
+        if getattr(before, name) != getattr(cfg, name):
+            raise UserError(f"{name} is {getattr(cfg, name)} in the weights {source}: leave out "
                             f"--{name}.")
 
 def describe_values(source, from_weights):
@@ -1259,7 +1259,7 @@ def steps_for_epochs(cfg, rows_per_epoch):
     while not is_enough(limit):
         limit *= 2
     # Find the number from which on is_enough() returns True, by bisection
-    return bisect.bisect_left(range(limit + 1), True, key=is_enough)
+    return bisect.bisect_left(range(limit + 1), True, lo=1, key=is_enough)
 
 def build_run(cfg, start, device, loaders, folder=None):
     """Return a Run with the model, the optimizers and everything else that train() uses.
@@ -2011,6 +2011,8 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Remove or rename outdated files, record this start in run.json, and open log.txt.
 
+        step: the step at which this start begins. Lines about it and later steps are removed.
+
         continues: whether a run is resumed.
         """
         if rank() != 0:
@@ -2272,7 +2274,10 @@ def write_log(run, step, metric, value):
             run.folder.log.write(f"{step} {metric} {formatted(value, 6)}\n".encode())
 
 def gather_from_ranks(part_of_loss, norm, signal_came):
-    """Return three lists with one entry per process: its part of the loss, its norm, its flag."""
+    """Return three lists with one entry per process: its part of the loss, its norm, signal_came.
+
+    signal_came: whether the process has received a signal.
+    """
     # The CPU waits for the GPU in tolist(). full_like() creates the flag signal_came on the GPU,
     # since copying it there would make the CPU wait a second time
     mine = torch.stack((part_of_loss, norm, torch.full_like(part_of_loss, signal_came)))
@@ -2350,8 +2355,8 @@ def problem_with_loss(run, step, loss, norm):
         return None
     return (f"Step {step} has loss {loss:g} and gradient norm {norm:g}: the model "
             "has diverged. Most often --max_lr is too high. Other causes are the data (ids beyond "
-            "the vocabulary, a shard of zeros), float16, an edit (for example one that uses or "
-            "changes the padding's logits, which are -inf), or cuDNN's attention, which "
+            "the vocabulary, zeros), float16, an edit (for example one that uses or changes the "
+            "padding's logits, which are -inf), or cuDNN's attention, which "
             "TORCH_CUDNN_SDPA_DEPRIORITIZED=1 avoids. To start again from before this step, use "
             f"--init_from={run.cfg.log_dir}/checkpoint_....pt and a different --log_dir.")
 

@@ -760,7 +760,7 @@ def test_a_growing_batch_needs_only_an_edit_of_rows_before(monkeypatch, tmp_path
         t.train_step(run)
 
 def test_the_steps_of_epochs_follow_a_batch_that_depends_on_max_steps(monkeypatch):
-    """The batch may double in the second half of the steps, for example."""
+    """The batch may double in the second half of the steps, or grow with step / max_steps."""
     def rows_before(cfg, step):
         return step + max(0, step - cfg.max_steps // 2)
     monkeypatch.setattr(t, "rows_before", rows_before)
@@ -768,6 +768,9 @@ def test_the_steps_of_epochs_follow_a_batch_that_depends_on_max_steps(monkeypatc
     steps = t.steps_for_epochs(cfg, rows_per_epoch=30)
     assert rows_before(dataclasses.replace(cfg, max_steps=steps), steps) == 60
     assert rows_before(dataclasses.replace(cfg, max_steps=steps - 1), steps - 1) < 60
+    monkeypatch.setattr(t, "rows_before", lambda cfg, step: step + step**2 // cfg.max_steps)
+    assert t.steps_for_epochs(cfg, rows_per_epoch=1) == 1  # max_steps is never 0
+    assert t.steps_for_epochs(cfg, rows_per_epoch=30) == 30
 
 def masked(arrange, _):
     """Count only the first (n % 5) * 4 targets of row n.
