@@ -2012,7 +2012,6 @@ class RunFolder:
         """Remove or rename outdated files, record this start in run.json, and open log.txt.
 
         step: the step at which this start begins. Lines about it and later steps are removed.
-
         continues: whether a run is resumed.
         """
         if rank() != 0:
