@@ -649,7 +649,8 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    to_skip = start.offset  # number of tokens at the start that belong to earlier shards
+    # Number of tokens that belong to earlier shards. (Normally, all of them are in the first batch)
+    to_skip = start.offset
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, batch_start, tokens in results:

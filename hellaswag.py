@@ -45,8 +45,9 @@ GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them ta
 class Prepared(NamedTuple):
     """Q questions as rows of tokens for one model. Row number 4 * q + i has ending i of question q.
 
-    make_batches() sorts the rows of all questions by length. So a batch has R rows, most of them of
-    different questions, which are padded to a common length N, and a list of their row numbers.
+    make_batches() sorts the rows of all questions by length. A batch has R rows of similar length,
+    padded to the length N of the longest one. It also has their numbers, so that evaluate() can put
+    the results in order.
     """
     batches: list           # (row numbers, tokens (R, N), is_ending (R, N)) of each batch
     labels: torch.Tensor    # (Q,) the index of the correct ending

@@ -19,8 +19,8 @@ on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two
 puts a run together, and contains what long runs need in practice. The mark
-"Only for edits:" stands at code that has no effect in this file as it is, but
-keeps your edits correct.
+"Only for edits:" stands before a reason that matters only when you change this
+file.
 """
 import ast
 import bisect
@@ -148,13 +148,15 @@ FINETUNE = dict(
 # draw_later() stores the std of a layer's weight, and init_weights() draws the weights when
 # GPT.__init__ has built all layers
 
+UNDRAWN = 2.0**17  # Only for edits: see init_weights() and check_parameters()
+
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
     """
     layer.weight.init_std = std
-    nn.init.constant_(layer.weight, UNDRAWN)  # Only for edits: see below
+    nn.init.constant_(layer.weight, UNDRAWN)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
@@ -169,11 +171,9 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
+            # Only for edits: if you have set some elements to 0, for example, they are not UNDRAWN
+            # any longer, and keep this value
             p.copy_(torch.where(p == UNDRAWN, drawn.to(p.device), p))
-
-# Only for edits: a weight has this value until it is drawn, and init_weights() draws only elements
-# that still have it. So you may set some elements to 0, for example, before they are drawn
-UNDRAWN = 2.0**17
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and strings, as in seed_from(seed, name)."""
@@ -387,18 +387,16 @@ class DataLoaderLite:
 
     A row has T + 1 tokens. The model reads the first T tokens and predicts the last T. The rows of
     a shard begin at its tokens 0, T, 2 T and so on, so the last token of a row is also the first
-    token of the next one.
+    token of the next one. With `recut`, which is used for text files if they are shuffled, all rows
+    except the first one of a shard begin 0 to T - 1 tokens earlier. This number is the same for all
+    rows of an epoch, but it differs between epochs. So even a small text yields new rows in each
+    epoch.
 
     An epoch reads each row once, one shard after another. With `shuffle`, both the order of the
     shards and the order of the rows in a shard are random, and are drawn from (seed, epoch). Row
     numbers count the rows that training reads, over all epochs. For example, if the shards have 12
     rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows, in a
     different order, as row numbers 12 to 23.
-
-    With `recut`, which is used for text files if they are shuffled, all rows except the first one
-    of a shard begin 0 to T - 1 tokens before the tokens named above. This number is the same for
-    all rows of an epoch, but it differs between epochs. So even a small text yields new rows in
-    each epoch.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -417,11 +415,9 @@ class DataLoaderLite:
 
     def locate(self, row):
         """Return the shard (its index) and the token at which a row begins. row: the row number."""
-        # order_of(n, shuffle, *key) returns the numbers 0 ... n - 1, shuffled with the random seed
-        # `key`. It caches its results
-        #
         # The comments at the ends of the lines give an example: row number 765, where T is 8, and
-        # shards 0, 1 and 2 have 30, 50 and 40 rows
+        # shards 0, 1 and 2 have 30, 50 and 40 rows. (order_of(n, shuffle, *key) returns the numbers
+        # 0 ... n - 1, shuffled with the random seed `key`. It caches its results)
         epoch, n_read_in_epoch = divmod(row, self.rows_per_epoch)  # 765 = 6 * 120 + 45, so 6 and 45
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1 (random)
         ends = self.rows_in_shard[shard_order].cumsum()            # 40, 40 + 30, 40 + 30 + 50
@@ -636,8 +632,7 @@ class State:
     def eval_model(self):
         """The GPT that is validated and sampled from.
 
-        Its weights are exported. If init_from of a later run names this run's folder, that run
-        starts from them.
+        A checkpoint contains its weights, for samples, for the export and for --init_from.
 
         Hint: if an edit averages the weights, return the averaged model here. In the example
         above, this is self.average.module.
@@ -668,7 +663,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions; None if it is off or not available
-    folder: "RunFolder | None"    # writes to log_dir; None in trial steps
+    folder: "RunFolder | None"    # writes to log_dir; None in trial steps, which call train_step()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -789,7 +784,7 @@ def train(run):
     the model has taken n steps. In the log, `val` of step n is the validation loss of this model,
     and `train` of step n is its loss on the batch of step n.
 
-    A resumed run begins at the step that was saved, and repeats the evaluations before this step.
+    A resumed run begins at the step that was saved, and repeats the evaluations that are due then.
     (RunFolder.begin() has removed the lines about this step and later ones from the log.)
     """
     cfg, state, stopped = run.cfg, run.state, False
@@ -849,16 +844,16 @@ def train(run):
 # What a resumed run uses:
 #
 #     constants   those of the command. The ones that affect training must be as before, except
-#                 that max_steps may grow (check_same_training). In a run with init_from, the
-#                 constants of the model come from the checkpoint. In a run with `minutes`,
-#                 max_steps does
+#                 that max_steps may grow (check_same_training). But two kinds come from the
+#                 checkpoint: the model's constants in a run with init_from, and max_steps in a run
+#                 with `minutes`
 #     data        that of the command. It must be the same as before (check_same_training)
 #     code        that of today. A run that has steps left continues with edited code, and warns
 #                 about it. A finished run, which is only evaluated again, refuses edited code
 #                 (check_code_of_finished_run)
-#     State       that of the checkpoint (restore_state). But if a hyperparameter in the code of an
-#                 optimizer was edited, for example Muon's momentum, it has its new value
-#                 (edited_hyperparameters)
+#     State       that of the checkpoint (restore_state). But if a number in the code of an
+#                 optimizer was edited, for example Muon's momentum, which is not in Config, the
+#                 optimizer uses its new value (edited_hyperparameters)
 #     log.txt     without the lines about steps that are repeated (truncate_and_open_log)
 #
 # Two short sections describe checkpoints and trained models. The next sections contain main() and
@@ -879,8 +874,8 @@ def train(run):
 #     code          the checksum of the code (see code_checksum)
 #
 # A tensor that occurs twice, such as a weight that raw_model and eval_model share, is stored once.
-# A run is resumed from its newest checkpoint. For samples, for the export and for --init_from,
-# path_of_checkpoint_to_use() chooses a checkpoint
+# A run is resumed from its newest checkpoint. Samples, the export and --init_from also use the
+# newest one, unless the validation loss has risen (see path_of_checkpoint_to_use)
 
 # ---- Trained models, which come from a checkpoint or from Hugging Face (see read_weights)
 @dataclass
@@ -968,12 +963,13 @@ def resolve_config(flags, device=torch.device("cpu")):
     spec = start.constants_from  # a ModelSpec, or None in a run from scratch
     if preset_name == "FINETUNE":
         cfg = with_values_for_finetuning(cfg, given, spec)
-    from_weights = values_from_weights(spec) if spec else {}  # source 4
-    before, cfg = cfg, make_config(Config, asdict(cfg) | from_weights)
+    values = values_from_weights(spec)  # source 4
+    if spec:
+        check_flags_against_weights(flags, cfg, values, spec.source)
+    cfg = replace(cfg, **values)
     text = note + describe_preset(preset_name, cfg)
     if spec:
-        check_flags_against_weights(flags, before, cfg, spec.source)
-        text += "\n" + describe_values(spec.source, from_weights)
+        text += "\n" + describe_values(spec.source, values)
     if not cfg.sample:
         check_config(cfg)
         cfg = replace(cfg, B=fitting_B(cfg))
@@ -1094,31 +1090,34 @@ def values_from_weights(spec):
 
     These are the encoding, if it is known, and all constants that are also in model_constants
     (n_layer, n_head and n_embd). T is not among them, since rows may be shorter than the model's
-    block_size.
+    block_size. Raise UserError if Config does not accept a value.
 
-    spec: the model's ModelSpec.
+    spec: the model's ModelSpec. If it is None, the dict is empty.
     """
+    if spec is None:
+        return {}
     names = asdict(Config()).keys()
     values = {name: value for name, value in spec.model_constants.items() if name in names}
     if spec.encoding_name:
         values["encoding"] = spec.encoding_name
-    return values
+    checked = make_config(Config, values)
+    return {name: getattr(checked, name) for name in values}
 
-def check_flags_against_weights(flags, before, cfg, source):
+def check_flags_against_weights(flags, cfg, values, source):
     """Raise UserError if a flag has a different value than the weights.
 
-    before, cfg: the Config before and after the weights have determined constants. source: where
-    the weights come from.
+    cfg: the Config with the values of the flags. values: {name: value} of the constants that the
+    weights determine. source: where the weights come from.
     """
     for name in flags:
-        if getattr(before, name) != getattr(cfg, name):
-            raise UserError(f"{name} is {getattr(cfg, name)} in the weights {source}: leave out "
+        if name in values and getattr(cfg, name) != values[name]:
+            raise UserError(f"{name} is {values[name]} in the weights {source}: leave out "
                             f"--{name}.")
 
-def describe_values(source, from_weights):
+def describe_values(source, values):
     """Return a line with the constants that weights determine. source: where they come from."""
-    values = [f"{name}={value!r}" for name, value in from_weights.items()]
-    return f"weights   {source} sets {', '.join(values)}"
+    assignments = [f"{name}={value!r}" for name, value in values.items()]
+    return f"weights   {source} sets {', '.join(assignments)}"
 
 def describe_preset(preset_name, cfg):
     """Return a description of the preset: its name, the reason for it, and its values in cfg."""
@@ -1206,7 +1205,7 @@ def determine_max_steps(cfg, start, device, loaders):
     """Return max_steps. If `minutes` or `epochs` is set, derive it from the speed or the data.
 
     A resumed run with `minutes` keeps the max_steps that was measured when it began. Raise
-    UserError if its checkpoint has different `minutes`.
+    UserError if this run had different `minutes`, or none.
     """
     if cfg.minutes and start.checkpoint:
         before = start.checkpoint["constants"]
@@ -1258,7 +1257,7 @@ def steps_for_epochs(cfg, rows_per_epoch):
     limit = 1
     while not is_enough(limit):
         limit *= 2
-    # Find the number from which on is_enough() returns True, by bisection
+    # Find the number from which on is_enough() is True, by bisection of the numbers 1 ... limit
     return bisect.bisect_left(range(limit + 1), True, lo=1, key=is_enough)
 
 def build_run(cfg, start, device, loaders, folder=None):
@@ -1297,8 +1296,9 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    # Only for edits: copy the hyperparameters of each optimizer group. If the run is resumed later,
-    # the copies show which ones were edited. (Also set "peak_lr" in groups that lack it)
+    # Only for edits: store a copy of the hyperparameters in each optimizer group. If the run is
+    # resumed later, edited_hyperparameters() compares the copies with the values in the code then.
+    # (Also set "peak_lr" in groups that lack it)
     prepare_groups(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
@@ -1610,8 +1610,8 @@ def read_weights(name):
         if is_of_other_code(weights.code):
             print0(f"Note: {path} was written by different code.")
         return weights
-    # gpt_from_hugging_face() returns a whole GPT, with which it has checked that the logits are
-    # right. Take its weights
+    # Only the weights of this GPT are needed. (gpt_from_hugging_face() builds a whole GPT because
+    # it compares its logits with those of transformers)
     model = gpt_from_hugging_face(name)
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
@@ -2129,10 +2129,10 @@ class RunFolder:
 def copy_to_host(content, old_buffers):
     """Return a copy of nested content with its tensors in host memory, and a dict of these tensors.
 
-    The keys of the dict are the address, shape, stride and dtype of the original tensors. They are
-    used for two purposes. First, tied weights are the same tensor, and have the same key. So they
-    are copied and saved only once. Second, the next copy gets this dict as old_buffers. It
-    overwrites the tensors of all keys that still occur, which is faster than allocating new ones.
+    The keys of the dict are the address, shape, stride and dtype of the original tensors. Within a
+    copy, tied weights, which are the same tensor, have the same key. So they are copied and saved
+    only once. The next copy gets the dict as old_buffers: if a tensor has a key in it, the new copy
+    of the tensor overwrites the old one, which is faster than allocating memory.
 
     old_buffers: the dict of the previous copy, or {}.
     """
@@ -2477,7 +2477,7 @@ def print_sample(run):
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
 def sample_only(cfg, start, device):
-    """Print cfg.sample samples from the model with the weights in `start`, computed in float32."""
+    """Print cfg.sample samples from the model with the weights in `start`, without autocast."""
     encoding = get_encoding(cfg.encoding)
     model = build_model(cfg, gpt_config_of_run(cfg, start.constants_from)).to(device)
     load_weights(model, start.weights)
