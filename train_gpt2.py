@@ -145,10 +145,10 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() stores the std of a layer's weight, and init_weights() draws the weights when
-# GPT.__init__ has built all layers
+# draw_later() stores the std of a layer's weight, and sets its elements to UNDRAWN. When
+# GPT.__init__ has built all layers, init_weights() draws them
 
-UNDRAWN = 2.0**17  # Only for edits: see init_weights() and check_parameters()
+UNDRAWN = 2.0**17  # the elements of a weight have this value until init_weights() draws them
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
@@ -171,8 +171,8 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # Only for edits: if you have set some elements to 0, for example, they are not UNDRAWN
-            # any longer, and keep this value
+            # Only for edits: if you set some elements to 0, for example, before they are drawn,
+            # they remain 0
             p.copy_(torch.where(p == UNDRAWN, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -387,16 +387,15 @@ class DataLoaderLite:
 
     A row has T + 1 tokens. The model reads the first T tokens and predicts the last T. The rows of
     a shard begin at its tokens 0, T, 2 T and so on, so the last token of a row is also the first
-    token of the next one. With `recut`, which is used for text files if they are shuffled, all rows
-    except the first one of a shard begin 0 to T - 1 tokens earlier. This number is the same for all
-    rows of an epoch, but it differs between epochs. So even a small text yields new rows in each
-    epoch.
+    token of the next one. With `recut`, which is used for text files if they are shuffled, each
+    epoch has a shift of 0 to T - 1 tokens, and all rows except the first one of a shard begin that
+    much earlier. So even a small text yields new rows in each epoch.
 
     An epoch reads each row once, one shard after another. With `shuffle`, both the order of the
     shards and the order of the rows in a shard are random, and are drawn from (seed, epoch). Row
     numbers count the rows that training reads, over all epochs. For example, if the shards have 12
-    rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows, in a
-    different order, as row numbers 12 to 23.
+    rows, then epoch 0 reads them as row numbers 0 to 11, and epoch 1 reads the same rows (or, with
+    `recut`, shifted ones), in a different order, as row numbers 12 to 23.
 
     shards: paths of .npy files, or arrays of token ids (N,). An id of n_vocab or more raises
     UserError.
@@ -590,9 +589,6 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     if for_muon:
         optimizers.append(Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio,
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["peak_lr"] = group["lr"]  # step_optimizers() computes the lr of a step from it
     return optimizers
 
 # ---- Training
@@ -632,7 +628,7 @@ class State:
     def eval_model(self):
         """The GPT that is validated and sampled from.
 
-        A checkpoint contains its weights, for samples, for the export and for --init_from.
+        A checkpoint also contains its weights, for samples, for the export and for --init_from.
 
         Hint: if an edit averages the weights, return the averaged model here. In the example
         above, this is self.average.module.
@@ -722,7 +718,7 @@ def train_step(run):
     # The number of targets in all processes. It is T * the number of rows. (Only for edits: it is
     # counted here, because read_step() may set some targets to -100, which do not count)
     n_targets = sum_over_ranks(sum((y != -100).sum() for _, _, y in batches))
-    part_of_loss = torch.zeros((), device=run.device)
+    part_of_loss = torch.zeros((), device=run.device)  # the sum of `part` below
     ddp_model.train()
     for i, (row, x, y) in enumerate(batches):
         # The dropout mask depends only on the seed and on the number of the first row, so a resumed
@@ -762,8 +758,9 @@ def step_optimizers(state, cfg, norm):
     overflowed = state.scaler.is_enabled() and not norm.isfinite()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # get_lr() / max_lr is a curve that rises to 1 and then falls. For AdamW, peak_lr is
-            # max_lr, so lr is get_lr(). For Muon, lr is muon_lr_ratio times as high
+            # "peak_lr" is the lr with which configure_optimizers() has built the group: max_lr for
+            # AdamW, and muon_lr_ratio * max_lr for Muon. (prepare_groups() has stored it.)
+            # get_lr() / max_lr is a curve that rises to 1 and then falls
             group["lr"] = group["peak_lr"] * get_lr(state.step, cfg) / cfg.max_lr
         if not overflowed:
             state.scaler.step(optimizer)
@@ -942,7 +939,7 @@ def resolve_config(flags, device=torch.device("cpu")):
 
     The value of a constant in Config comes from the last of these sources that has it:
 
-    1. Config, where it has a default;
+    1. its default in Config;
     2. the preset;
     3. the flags;
     4. the model in init_from (or, with --sample, the one to sample from), if there is one: it
@@ -1064,8 +1061,8 @@ def read_newest_checkpoint(log_dir, device):
         path = box[0]
     if path is None:
         return None
-    # Do not memory-map the file on a CPU: AdamW would keep the mapped tensors, and Windows cannot
-    # delete a mapped file
+    # Do not memory-map the file on a CPU: optimizers would go on using the mapped tensors, and on
+    # Windows, RunFolder.prune() could not delete the file
     return read_checkpoint(path, mmap=device.type != "cpu")
 
 # ---- Constants in Config that existing weights determine, and checks of all constants
@@ -1257,7 +1254,8 @@ def steps_for_epochs(cfg, rows_per_epoch):
     limit = 1
     while not is_enough(limit):
         limit *= 2
-    # Find the number from which on is_enough() is True, by bisection of the numbers 1 ... limit
+    # Find the lowest number from 1 to `limit` for which is_enough() is True. (In this range, each
+    # number is its own index, which is what bisect_left() returns)
     return bisect.bisect_left(range(limit + 1), True, lo=1, key=is_enough)
 
 def build_run(cfg, start, device, loaders, folder=None):
@@ -1296,9 +1294,8 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    # Only for edits: store a copy of the hyperparameters in each optimizer group. If the run is
-    # resumed later, edited_hyperparameters() compares the copies with the values in the code then.
-    # (Also set "peak_lr" in groups that lack it)
+    # Store "peak_lr" in each optimizer group and, only for edits, a copy of its hyperparameters. If
+    # the run is resumed, edited_hyperparameters() compares this copy with the code of that time
     prepare_groups(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
@@ -1838,11 +1835,10 @@ def moved(content, device):
 # code of the resumed run builds the group with 0.95, as before, the run continues with 0.97. But if
 # it builds the group with 0.9, this differs from "initial", and the run continues with 0.9
 def prepare_groups(optimizers):
-    """Add the entries "initial" and "peak_lr" to optimizer groups that lack them.
+    """Add the entries "peak_lr" and "initial" to each optimizer group that lacks them.
 
-    "initial" is a copy of the group's hyperparameters. configure_optimizers() has already set
-    "peak_lr" in the groups that it builds. If train_step() adds an optimizer or a group, call this
-    function again.
+    "peak_lr" is the lr with which the group was built, and "initial" is a copy of all of its
+    hyperparameters. If train_step() adds an optimizer or a group, call this function again.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -1895,7 +1891,7 @@ def edited_hyperparameters(group, saved_group):
 # ---- The checksum of the code. It shows whether the code was edited after a checkpoint was written
 @lru_cache
 def code_checksum():
-    """Return a CRC-32 of the source text that a run depends on. Comments do not count.
+    """Return a CRC-32 of the source text that a run depends on, without comments.
 
     It covers three parts: this file without Config, SMALL and FINETUNE, whose values are compared
     one by one (see check_same_training); encoding_arguments() in fineweb.py, which determines the
@@ -2129,10 +2125,10 @@ class RunFolder:
 def copy_to_host(content, old_buffers):
     """Return a copy of nested content with its tensors in host memory, and a dict of these tensors.
 
-    The keys of the dict are the address, shape, stride and dtype of the original tensors. Within a
-    copy, tied weights, which are the same tensor, have the same key. So they are copied and saved
-    only once. The next copy gets the dict as old_buffers: if a tensor has a key in it, the new copy
-    of the tensor overwrites the old one, which is faster than allocating memory.
+    The dict serves two purposes. Within this copy, it ensures that tied weights, which are the same
+    tensor, are copied and saved only once. The next copy gets it as old_buffers, and uses its
+    memory again, which is faster than allocating new memory. The keys of the dict are the address,
+    shape, stride and dtype of the original tensors.
 
     old_buffers: the dict of the previous copy, or {}.
     """
@@ -2197,7 +2193,7 @@ def check_parameters(raw_model, optimizers):
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        # An undrawn weight that was copied, or multiplied by 0.02, for example, is far too large
+        # If an undrawn weight was copied, or multiplied by 0.02, for example, it is far too large
         if largest >= UNDRAWN / 1000:
             raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
                             "it from another weight, before init_weights() has drawn it. Then "
@@ -2305,7 +2301,7 @@ def check_step(run, step, loss, norms):
     fail_if(problem_with_loss(run, step, loss, norms[0]), run)
 
 def check_ranks_have_same_weights(run):
-    """If processes have different weights, write this to run.json and raise UserError."""
+    """If the norms of the processes' weights differ, write this to run.json and raise UserError."""
     fail_if(problem_with_weights(run.state.raw_model), run)
 
 def fail_if(problem, run):
