@@ -649,8 +649,8 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    # Number of tokens that belong to earlier shards. (All of them are in the first batch, unless
-    # BATCH_BYTES was changed in the meantime)
+    # Number of tokens at the start of the first batch that belong to earlier shards. (There may be
+    # more of them than this batch has, if BATCH_BYTES was changed in the meantime)
     to_skip = start.offset
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:

@@ -145,10 +145,14 @@ FINETUNE = dict(
 # ---- Initial weights. The initial values of a weight depend only on the seed and on its name (for
 # example transformer.h.0.mlp.c_fc.weight), so adding a layer does not change the initial weights of
 # the other layers. But a layer does not know its full name while it is being built. Therefore
-# draw_later() stores the std of a layer's weight, and sets its elements to UNDRAWN. When
-# GPT.__init__ has built all layers, init_weights() draws them
-
-UNDRAWN = 2.0**17  # the elements of a weight have this value until init_weights() draws them
+# draw_later() stores the std of a layer's weight. When GPT.__init__ has built all layers,
+# init_weights() draws the weights
+#
+# Only for edits: draw_later() also sets all elements of a weight to UNDRAWN, for two reasons. First,
+# if you set some elements to 0, for example, before they are drawn, init_weights() does not draw
+# them. Second, if you multiply or copy an undrawn weight, it has elements that are far too large,
+# which check_parameters() reports
+UNDRAWN = 2.0**17
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
@@ -171,8 +175,6 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            # Only for edits: if you set some elements to 0, for example, before they are drawn,
-            # they remain 0
             p.copy_(torch.where(p == UNDRAWN, drawn.to(p.device), p))
 
 def seed_from(*key):
@@ -589,6 +591,9 @@ def configure_optimizers(raw_model, cfg, muon_dtype=torch.float32):
     if for_muon:
         optimizers.append(Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio,
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]  # step_optimizers() computes the lr of a step from it
     return optimizers
 
 # ---- Training
@@ -659,7 +664,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions; None if it is off or not available
-    folder: "RunFolder | None"    # writes to log_dir; None in trial steps, which call train_step()
+    folder: "RunFolder | None"    # writes to log_dir; None in trial steps, without train()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -758,9 +763,8 @@ def step_optimizers(state, cfg, norm):
     overflowed = state.scaler.is_enabled() and not norm.isfinite()
     for optimizer in state.optimizers:
         for group in optimizer.param_groups:
-            # "peak_lr" is the lr with which configure_optimizers() has built the group: max_lr for
-            # AdamW, and muon_lr_ratio * max_lr for Muon. (prepare_groups() has stored it.)
-            # get_lr() / max_lr is a curve that rises to 1 and then falls
+            # get_lr() / max_lr is a curve that rises to 1 and then falls. For AdamW, peak_lr is
+            # max_lr, so lr is get_lr(). For Muon, lr is muon_lr_ratio times as high
             group["lr"] = group["peak_lr"] * get_lr(state.step, cfg) / cfg.max_lr
         if not overflowed:
             state.scaler.step(optimizer)
@@ -840,10 +844,10 @@ def train(run):
 #
 # What a resumed run uses:
 #
-#     constants   those of the command. The ones that affect training must be as before, except
-#                 that max_steps may grow (check_same_training). But two kinds come from the
-#                 checkpoint: the model's constants in a run with init_from, and max_steps in a run
-#                 with `minutes`
+#     constants   those of the command, with two exceptions: in a run with init_from, the constants
+#                 of the model come from the checkpoint, and in a run with `minutes`, max_steps
+#                 does. If other constants that affect training are not as before, this is an
+#                 error, but max_steps may grow (check_same_training)
 #     data        that of the command. It must be the same as before (check_same_training)
 #     code        that of today. A run that has steps left continues with edited code, and warns
 #                 about it. A finished run, which is only evaluated again, refuses edited code
@@ -940,20 +944,19 @@ def resolve_config(flags, device=torch.device("cpu")):
     The value of a constant in Config comes from the last of these sources that has it:
 
     1. its default in Config;
-    2. the preset;
+    2. the preset. FINETUNE contains no max_lr and no T, but gets values that suit the model (see
+       with_values_for_finetuning);
     3. the flags;
-    4. the model in init_from (or, with --sample, the one to sample from), if there is one: it
+    4. the model in init_from or, with --sample, the one to sample from, if there is one. It
        determines the encoding and, for example, n_layer. Raise UserError if a flag has a different
        value.
 
-    The preset FINETUNE has no max_lr and no T. If flags do not set them either, they get values
-    that suit the model. Finally, B is lowered if it does not divide a process's share of the batch.
+    Finally, B is lowered if it does not divide a process's share of the batch.
     """
     flags = with_implied_flags(flags)
     data, note = choose_data(flags)
     preset_name = choose_preset(data, flags)
-    # Sources 1 to 3. (In a | b, values of b take precedence. Flags are text, which make_config()
-    # converts)
+    # In a | b, values of b take precedence. Flags are text, which make_config() converts
     given = {"data": data} | PRESETS.get(preset_name, {}) | flags
     cfg = make_config(Config, given)
     start = find_start(cfg, device)
@@ -973,17 +976,16 @@ def resolve_config(flags, device=torch.device("cpu")):
     return cfg, start, text
 
 def with_implied_flags(flags):
-    """Return the flags. If --max_steps is one of them, add --epochs=0 and --minutes=0.
+    """Return the flags. With --max_steps, add --epochs=0 and --minutes=0, if these are not given.
 
-    Otherwise `epochs` in the preset FINETUNE, for example, would override --max_steps. If --epochs
-    or --minutes is given, too, it keeps its value, and overrides --max_steps.
+    Otherwise `epochs` in the preset FINETUNE, for example, would override --max_steps.
     """
     if "max_steps" not in flags:
         return flags
     return {"epochs": "0", "minutes": "0"} | flags
 
 def choose_data(flags):
-    """Return the training data and a note to print.
+    """Return the path of the training data, and a note to print.
 
     The note is "", unless input.txt takes the place of shards that do not exist.
     """
@@ -1097,8 +1099,8 @@ def values_from_weights(spec):
     values = {name: value for name, value in spec.model_constants.items() if name in names}
     if spec.encoding_name:
         values["encoding"] = spec.encoding_name
-    checked = make_config(Config, values)
-    return {name: getattr(checked, name) for name in values}
+    converted = make_config(Config, values)  # checks their types. Other constants have defaults
+    return {name: getattr(converted, name) for name in values}
 
 def check_flags_against_weights(flags, cfg, values, source):
     """Raise UserError if a flag has a different value than the weights.
@@ -1254,8 +1256,7 @@ def steps_for_epochs(cfg, rows_per_epoch):
     limit = 1
     while not is_enough(limit):
         limit *= 2
-    # Find the lowest number from 1 to `limit` for which is_enough() is True. (In this range, each
-    # number is its own index, which is what bisect_left() returns)
+    # bisect_left() finds the first True among is_enough(1), is_enough(2), ... is_enough(limit)
     return bisect.bisect_left(range(limit + 1), True, lo=1, key=is_enough)
 
 def build_run(cfg, start, device, loaders, folder=None):
@@ -1294,8 +1295,8 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    # Store "peak_lr" in each optimizer group and, only for edits, a copy of its hyperparameters. If
-    # the run is resumed, edited_hyperparameters() compares this copy with the code of that time
+    # Only for edits: store a copy of its hyperparameters in each optimizer group. When the run is
+    # resumed, edited_hyperparameters() compares this copy with that of the resumed run
     prepare_groups(state.optimizers)
     check_can_be_saved(state.state_dict())
     return state
@@ -1570,7 +1571,7 @@ def fingerprint_of(loader):
     """
     parts = []
     for shard, length in zip(loader.shards, loader.lengths):
-        n = 4096 if isinstance(shard, Path) else length  # of a text, both parts are the whole text
+        n = 4096 if isinstance(shard, Path) else length  # a text is covered completely, twice
         first, last = tokens_of_shard(shard)[:n], tokens_of_shard(shard)[-n:]
         parts.append((getattr(shard, "name", "text"), length, zlib.crc32(first), zlib.crc32(last)))
     crc = zlib.crc32(repr(parts).encode())
@@ -1607,9 +1608,7 @@ def read_weights(name):
         if is_of_other_code(weights.code):
             print0(f"Note: {path} was written by different code.")
         return weights
-    # Only the weights of this GPT are needed. (gpt_from_hugging_face() builds a whole GPT because
-    # it compares its logits with those of transformers)
-    model = gpt_from_hugging_face(name)
+    model = gpt_from_hugging_face(name)  # a GPT, of which only the weights are used
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
     # All constants except dropout. (Only for edits: if you add a constant to GPTConfig, it does not
@@ -1735,6 +1734,8 @@ def path_of_checkpoint_to_use(folder):
 def first_undamaged(paths, folder):
     """Return the first path of an undamaged checkpoint, or None if there are no paths.
 
+    (The content is not returned, because each process reads the file.)
+
     Raise UserError if all checkpoints are damaged.
     """
     for path in paths:
@@ -1835,10 +1836,10 @@ def moved(content, device):
 # code of the resumed run builds the group with 0.95, as before, the run continues with 0.97. But if
 # it builds the group with 0.9, this differs from "initial", and the run continues with 0.9
 def prepare_groups(optimizers):
-    """Add the entries "peak_lr" and "initial" to each optimizer group that lacks them.
+    """Add an entry "initial" to each optimizer group that lacks it: a copy of its hyperparameters.
 
-    "peak_lr" is the lr with which the group was built, and "initial" is a copy of all of its
-    hyperparameters. If train_step() adds an optimizer or a group, call this function again.
+    Also add "peak_lr" to groups that were not built by configure_optimizers(). If train_step() adds
+    an optimizer or a group, call this function again.
     """
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -2187,13 +2188,14 @@ def check_parameters(raw_model, optimizers):
 
     A frozen parameter need not be in a group.
     """
+    # {id of a parameter: the number of groups that contain it}
     n_groups = Counter(id(p) for optimizer in optimizers for group in optimizer.param_groups
                        for p in group["params"])
     for name, p in raw_model.named_parameters():
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        # If an undrawn weight was copied, or multiplied by 0.02, for example, it is far too large
+        # Divide by 1000, because an edit may have multiplied UNDRAWN, for example by 0.02
         if largest >= UNDRAWN / 1000:
             raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
                             "it from another weight, before init_weights() has drawn it. Then "
@@ -2473,7 +2475,10 @@ def print_sample(run):
         print0(f"--- sample at step {state.step} ---\n{text}\n---")
 
 def sample_only(cfg, start, device):
-    """Print cfg.sample samples from the model with the weights in `start`, without autocast."""
+    """Print cfg.sample samples from the model with the weights in `start`.
+
+    They are computed in the dtype of the weights, float32, since speed does not matter here.
+    """
     encoding = get_encoding(cfg.encoding)
     model = build_model(cfg, gpt_config_of_run(cfg, start.constants_from)).to(device)
     load_weights(model, start.weights)
