@@ -148,10 +148,10 @@ FINETUNE = dict(
 # draw_later() stores the std of a layer's weight. When GPT.__init__ has built all layers,
 # init_weights() draws the weights
 #
-# Only for edits: draw_later() also sets all elements of a weight to UNDRAWN, for two reasons. First,
-# if you set some elements to 0, for example, before they are drawn, init_weights() does not draw
-# them. Second, if you multiply or copy an undrawn weight, it has elements that are far too large,
-# which check_parameters() reports
+# Only for edits: draw_later() also sets all elements of a weight to UNDRAWN, for two reasons. If you
+# set some elements to 0, for example, before they are drawn, init_weights() does not draw them. And
+# if you multiply or copy an undrawn weight, it has elements that are far too large, which
+# check_parameters() reports
 UNDRAWN = 2.0**17
 
 def draw_later(layer, std=0.02):
