@@ -328,7 +328,7 @@ def read_batches(urls, start_file, start_row):
         is_parquet = url.endswith(".parquet")
         read_rows = read_parquet_rows if is_parquet else read_lines
         text_of = parquet_text if is_parquet else json_text
-        texts = []  # the texts of the current batch that have been read so far
+        texts = []  # the texts of the current batch that have been decoded so far
         try:
             filesystem, path = fsspec.url_to_fs(url)
             # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
@@ -340,8 +340,8 @@ def read_batches(urls, start_file, start_row):
                     batch_start += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            # `texts` contains the rows of this batch that could be read. The next row could not be
-            # read. The message counts rows from 1, as text editors do
+            # `texts` contains the rows of this batch that could be decoded. The next row could not.
+            # The message counts rows from 1, as text editors do
             failed_row = batch_start + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{summary_of(e)}): repair the file or the network, and repeat the "
@@ -610,9 +610,9 @@ def find_finished(cfg, files):
     These are the shards in the manifest before the first one whose file is missing. A new folder
     has none.
 
-    If the manifest is missing or lists different inputs, none of the shards can be used. If there
-    are training shards, this raises UserError. If there is at most a validation shard, which is
-    soon made again, return [].
+    If the manifest is missing or lists different inputs, none of the shards can be used. Then raise
+    UserError if there are training shards, and return [] if there is at most a validation shard,
+    which is soon made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"
@@ -649,9 +649,7 @@ def cut_shards(results, shard_size, dtype, start, n_files):
     """
     buffer = np.empty(shard_size, dtype)
     filled = 0
-    # Number of tokens at the start of the first batch that belong to earlier shards. (There may be
-    # more of them than this batch has, if BATCH_BYTES was changed in the meantime)
-    to_skip = start.offset
+    to_skip = start.offset  # number of tokens at the start of `results` that are in earlier shards
     # disable=None means: show the bar only on a terminal
     with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
         for file_number, batch_start, tokens in results:

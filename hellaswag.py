@@ -46,8 +46,8 @@ class Prepared(NamedTuple):
     """Q questions as rows of tokens for one model. Row number 4 * q + i has ending i of question q.
 
     make_batches() sorts the rows of all questions by length. A batch has R rows of similar length,
-    padded to the length N of the longest one. It also has their numbers, so that evaluate() can put
-    the results in order.
+    padded to the length N of the longest one. It also has the numbers of these rows, so that
+    evaluate() can put the results in order.
     """
     batches: list           # (row numbers, tokens (R, N), is_ending (R, N)) of each batch
     labels: torch.Tensor    # (Q,) the index of the correct ending

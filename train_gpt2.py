@@ -148,10 +148,10 @@ FINETUNE = dict(
 # draw_later() stores the std of a layer's weight. When GPT.__init__ has built all layers,
 # init_weights() draws the weights
 #
-# Only for edits: draw_later() also sets all elements of a weight to UNDRAWN, for two reasons. If you
-# set some elements to 0, for example, before they are drawn, init_weights() does not draw them. And
-# if you multiply or copy an undrawn weight, it has elements that are far too large, which
-# check_parameters() reports
+# Only for edits: draw_later() also sets all elements of a weight to UNDRAWN, which marks elements
+# that are still to be drawn. So if you set some of them to 0, for example, before they are drawn,
+# they remain 0. And if you multiply or copy an undrawn weight, check_parameters() finds values that
+# are far too large, and reports this
 UNDRAWN = 2.0**17
 
 def draw_later(layer, std=0.02):
@@ -267,7 +267,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019, section 2.3).
 
-    Parameters have the same names as in transformers, where some matrices are transposed.
+    Parameters have the same names as in Hugging Face's GPT-2, where some matrices are transposed.
 
     seed: determines the initial weights. The default is the last seed given to torch.manual_seed().
     """
@@ -390,8 +390,8 @@ class DataLoaderLite:
     A row has T + 1 tokens. The model reads the first T tokens and predicts the last T. The rows of
     a shard begin at its tokens 0, T, 2 T and so on, so the last token of a row is also the first
     token of the next one. With `recut`, which is used for text files if they are shuffled, each
-    epoch has a shift of 0 to T - 1 tokens, and all rows except the first one of a shard begin that
-    much earlier. So even a small text yields new rows in each epoch.
+    epoch has a shift of 0 to T - 1 tokens, and rows begin that much earlier. (The first row of a
+    shard still begins at token 0.) So even a small text yields new rows in each epoch.
 
     An epoch reads each row once, one shard after another. With `shuffle`, both the order of the
     shards and the order of the rows in a shard are random, and are drawn from (seed, epoch). Row
@@ -664,7 +664,7 @@ class Run:
     val_loader: DataLoaderLite
     tokens_per_byte: float        # of the validation text; converts nats per token to nats per byte
     hellaswag_data: object        # HellaSwag's questions; None if it is off or not available
-    folder: "RunFolder | None"    # writes to log_dir; None in trial steps, without train()
+    folder: "RunFolder | None"    # writes to log_dir; None in trial steps, which do not use train()
     signal_came: threading.Event = field(default_factory=threading.Event)  # Ctrl-C or SIGTERM
     validated_step: int = -1      # the step of the latest validation
     step_seconds: deque = field(default_factory=lambda: deque(maxlen=50))  # the last 50 durations
@@ -788,7 +788,8 @@ def train(run):
     A resumed run begins at the step that was saved, and repeats the evaluations that are due then.
     (RunFolder.begin() has removed the lines about this step and later ones from the log.)
     """
-    cfg, state, stopped = run.cfg, run.state, False
+    cfg, state = run.cfg, run.state
+    stopped = False  # whether a process has received a signal
     while not stopped:
         step = state.step
         if due(cfg.save_every, run) or due(cfg.keep_every, run):
@@ -844,10 +845,10 @@ def train(run):
 #
 # What a resumed run uses:
 #
-#     constants   those of the command, with two exceptions: in a run with init_from, the constants
-#                 of the model come from the checkpoint, and in a run with `minutes`, max_steps
-#                 does. If other constants that affect training are not as before, this is an
-#                 error, but max_steps may grow (check_same_training)
+#     constants   those of the command, except that the checkpoint determines the constants of the
+#                 model in a run with init_from, and max_steps in a run with `minutes`. If a
+#                 constant that affects training differs from before, this is an error, unless it
+#                 is max_steps and has grown (check_same_training)
 #     data        that of the command. It must be the same as before (check_same_training)
 #     code        that of today. A run that has steps left continues with edited code, and warns
 #                 about it. A finished run, which is only evaluated again, refuses edited code
@@ -1038,8 +1039,7 @@ def find_start(cfg, device):
     if cfg.init_from == "scratch":
         return StartingPoint(checkpoint=checkpoint)
     if checkpoint:
-        # The model in the checkpoint has the same constants as the one in init_from, which may not
-        # exist any longer
+        # init_from may not exist any longer. But the model in the checkpoint has the same constants
         spec = spec_in_checkpoint(checkpoint, cfg.log_dir)
         return StartingPoint(spec, checkpoint=checkpoint)
     weights = read_weights(cfg.init_from)
@@ -1248,9 +1248,9 @@ def steps_that_fit(cfg, start, device, loaders):
 
 def steps_for_epochs(cfg, rows_per_epoch):
     """Return the number of steps in which the data is read cfg.epochs times."""
-    # In this file, all steps read the same number of rows. So a division would do. (Only for edits:
-    # rows_before() may let the batch grow, and may use cfg.max_steps. So search for the lowest
-    # number of steps that is enough)
+    # Search for the lowest number of steps that is enough. (If all steps read the same number of
+    # rows, as in this file, a division would do. Only for edits: rows_before() may let the batch
+    # grow, and may use cfg.max_steps)
     def is_enough(steps):
         return rows_before(replace(cfg, max_steps=steps), steps) >= cfg.epochs * rows_per_epoch
     limit = 1
@@ -1295,9 +1295,7 @@ def build_state(raw_model, cfg, dtype):
     device = next(raw_model.parameters()).device
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     state = State(raw_model, optimizers, scaler)
-    # Only for edits: store a copy of its hyperparameters in each optimizer group. When the run is
-    # resumed, edited_hyperparameters() compares this copy with that of the resumed run
-    prepare_groups(state.optimizers)
+    prepare_groups(state.optimizers)  # Only for edits: see the section "Edited hyperparameters"
     check_can_be_saved(state.state_dict())
     return state
 
@@ -1571,7 +1569,7 @@ def fingerprint_of(loader):
     """
     parts = []
     for shard, length in zip(loader.shards, loader.lengths):
-        n = 4096 if isinstance(shard, Path) else length  # a text is covered completely, twice
+        n = 4096 if isinstance(shard, Path) else length  # a text is covered completely
         first, last = tokens_of_shard(shard)[:n], tokens_of_shard(shard)[-n:]
         parts.append((getattr(shard, "name", "text"), length, zlib.crc32(first), zlib.crc32(last)))
     crc = zlib.crc32(repr(parts).encode())
@@ -1608,7 +1606,7 @@ def read_weights(name):
         if is_of_other_code(weights.code):
             print0(f"Note: {path} was written by different code.")
         return weights
-    model = gpt_from_hugging_face(name)  # a GPT, of which only the weights are used
+    model = gpt_from_hugging_face(name)  # a GPT, of which only the config and the weights are used
     # 257 ids are 256 bytes and <|endoftext|>
     encoding_name = {257: "bytes", 50257: "gpt2"}.get(model.config.n_vocab)
     # All constants except dropout. (Only for edits: if you add a constant to GPTConfig, it does not
@@ -1734,7 +1732,7 @@ def path_of_checkpoint_to_use(folder):
 def first_undamaged(paths, folder):
     """Return the first path of an undamaged checkpoint, or None if there are no paths.
 
-    (The content is not returned, because each process reads the file.)
+    (The content is not returned, because each process reads the file itself.)
 
     Raise UserError if all checkpoints are damaged.
     """
