@@ -484,8 +484,9 @@ def start_workers(nprocs, encoding_name):
 def tokenize_all(batches, nprocs, encoding_name):
     """Tokenize batches in nprocs worker processes.
 
-    For each batch (file number, batch_start, texts), yield (file number, batch_start, tokens (n,)).
-    At most 3 * nprocs batches are in memory. Raise UserError if a worker dies.
+    For each batch (file number, batch_start, texts), yield (file number, batch_start, tokens (n,)),
+    in the order of the batches. At most 3 * nprocs batches are in memory. Raise UserError if a
+    worker dies.
     """
     workers = start_workers(nprocs, encoding_name)
     idle_workers = deque(workers)  # a deque is thread-safe
@@ -550,8 +551,8 @@ def inputs_of_shards(cfg, files, shards):
     if shards[-1].is_full:
         n_files = shards[-1].end.file_number + 1  # up to the file in which this shard ends
     else:
-        # The corpus ended with this shard. So it depends on all files: if one is added, it becomes
-        # longer
+        # The corpus ended with this shard. So it depends on all files: with another one, this shard
+        # would be longer
         n_files = len(files)
     for number, (url, size) in enumerate(files[:n_files]):
         inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
@@ -611,8 +612,8 @@ def find_finished(cfg, files):
     has none.
 
     If the manifest is missing or lists different inputs, none of the shards can be used. Then raise
-    UserError if there are training shards, and return [] if there is at most a validation shard,
-    which is soon made again.
+    UserError if there are training shards, and return [] if there is at most a validation shard, so
+    that it is made again.
     """
     folder = Path(cfg.local_dir)
     manifest = folder / "manifest.json"

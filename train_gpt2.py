@@ -18,9 +18,9 @@ memory.
 on B.)
 
 Part one, up to the end of train(), is the code to read and change. Part two
-puts a run together, and contains what long runs need in practice. The mark
-"Only for edits:" stands before a reason that matters only when you change this
-file.
+sets up a run, and contains what long runs need in practice. The mark "Hint:"
+stands before advice on a common change, and the mark "Only for edits:" before
+an explanation that matters only in an edited copy of this file.
 """
 import ast
 import bisect
@@ -31,6 +31,7 @@ import datetime
 import gc
 import importlib.util
 import inspect
+import itertools
 import json
 import math
 import os
@@ -148,19 +149,21 @@ FINETUNE = dict(
 # draw_later() stores the std of a layer's weight. When GPT.__init__ has built all layers,
 # init_weights() draws the weights
 #
-# Only for edits: draw_later() also sets all elements of a weight to UNDRAWN, which marks elements
-# that are still to be drawn. So if you set some of them to 0, for example, before they are drawn,
-# they remain 0. And if you multiply or copy an undrawn weight, check_parameters() finds values that
-# are far too large, and reports this
-UNDRAWN = 2.0**17
+# Only for edits: draw_later() also sets all elements of a weight to a mark, a large number that no
+# other weight has. init_weights() draws only elements that still have this value. So if you set
+# some of them to 0, for example, before they are drawn, they remain 0. And if you multiply an
+# undrawn weight, or copy it to another one, check_parameters() finds values that are far too large,
+# and reports this
+LOWEST_MARK = 2**17
+MARKS = itertools.count(LOWEST_MARK)
 
 def draw_later(layer, std=0.02):
     """Let init_weights() draw a layer's weight from Normal(0, std). Return the layer.
 
     Its bias is set to 0.
     """
-    layer.weight.init_std = std
-    nn.init.constant_(layer.weight, UNDRAWN)
+    layer.weight.init_std, layer.weight.mark = std, next(MARKS)
+    nn.init.constant_(layer.weight, layer.weight.mark)
     if getattr(layer, "bias", None) is not None:
         nn.init.zeros_(layer.bias)
     return layer
@@ -175,7 +178,7 @@ def init_weights(model, seed):
         if hasattr(p, "init_std"):
             generator = torch.Generator().manual_seed(seed_from(seed, name))
             drawn = torch.empty(p.shape, device="cpu").normal_(std=p.init_std, generator=generator)
-            p.copy_(torch.where(p == UNDRAWN, drawn.to(p.device), p))
+            p.copy_(torch.where(p == p.mark, drawn.to(p.device), p))
 
 def seed_from(*key):
     """Return a seed that is derived from numbers and strings, as in seed_from(seed, name)."""
@@ -379,7 +382,7 @@ def build_model(cfg, gpt_config):
     does not treat it as a part of the model, which would train and save the teacher, too. PyTorch
     then does not move it to the GPU either. So call self.teacher[0].to(idx.device) in GPT.forward.
     """
-    torch.manual_seed(cfg.seed)  # Only for edits: layers without draw_later() use it
+    torch.manual_seed(cfg.seed)  # Only for edits: for layers without draw_later()
     model = GPT(gpt_config, cfg.seed)
     return model
 
@@ -651,8 +654,8 @@ class State:
 class Run:
     """The objects that train() and train_step() use.
 
-    Only `state` is saved. When a run is resumed, all of these objects are built again, and then
-    `state` is restored. (With --minutes, trial steps determine max_steps. They use another Run.)
+    Of these objects, only `state` is restored when a run is resumed. The others are built again.
+    (With --minutes, trial steps determine max_steps. They use another Run.)
     """
     cfg: Config
     state: State
@@ -823,7 +826,7 @@ def train(run):
     finish(run, stopped)
 
 
-# ==== Part two: how a run is put together, and what long runs need in practice
+# ==== Part two: how a run is set up, and what long runs need in practice
 #
 # A command starts a new run, resumes the run in log_dir or, with --sample, prints samples. A new
 # run and --sample may use the weights of a trained model. A resumed run continues from a
@@ -853,9 +856,9 @@ def train(run):
 #     code        that of today. A run that has steps left continues with edited code, and warns
 #                 about it. A finished run, which is only evaluated again, refuses edited code
 #                 (check_code_of_finished_run)
-#     State       that of the checkpoint (restore_state). But if a number in the code of an
-#                 optimizer was edited, for example Muon's momentum, which is not in Config, the
-#                 optimizer uses its new value (edited_hyperparameters)
+#     State       that of the checkpoint (restore_state). But a hyperparameter that was edited in
+#                 the code, for example Muon's momentum (which is not in Config), has its new value
+#                 (edited_hyperparameters)
 #     log.txt     without the lines about steps that are repeated (truncate_and_open_log)
 #
 # Two short sections describe checkpoints and trained models. The next sections contain main() and
@@ -979,7 +982,7 @@ def resolve_config(flags, device=torch.device("cpu")):
 def with_implied_flags(flags):
     """Return the flags. With --max_steps, add --epochs=0 and --minutes=0, if these are not given.
 
-    Otherwise `epochs` in the preset FINETUNE, for example, would override --max_steps.
+    Without this, `epochs` in the preset FINETUNE, for example, would override --max_steps.
     """
     if "max_steps" not in flags:
         return flags
@@ -1190,7 +1193,9 @@ def set_up(cfg, start, device):
     return run
 
 def check_spec_fits(spec, cfg, encoding):
-    """Raise UserError if the model in init_from has the wrong vocabulary or a short context.
+    """Raise UserError if the model in init_from does not fit the encoding or T.
+
+    It must have as many token ids as the encoding, and a context of at least T tokens.
 
     spec: the model's ModelSpec.
     """
@@ -1371,8 +1376,9 @@ def sum_over_ranks(tensor):
 def print0(text):
     """Print text on rank 0 only."""
     if rank() == 0:
-        # Write the text at once, because the saving thread also prints. Ignore the OSError of a
-        # full disk, and the RuntimeError if a signal handler prints during another print
+        # Write the text and the newline in a single call, because the saving thread also prints.
+        # Ignore the OSError of a full disk, and the RuntimeError if a signal handler prints during
+        # another print
         with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
 
@@ -1712,8 +1718,8 @@ def path_of_checkpoint_to_use(folder):
     """Return the path of the checkpoint to export, to sample from, or to start from (init_from).
 
     Normally, this is the newest checkpoint, even if it has not been validated yet. But if the last
-    validation found a higher loss than an earlier one, the model has become worse. Then it is the
-    checkpoint with the lowest loss. (Only losses of checkpoints that still exist count.)
+    validation found a higher loss than an earlier one, the model has become worse. In that case,
+    return the checkpoint with the lowest loss. (Only losses of existing checkpoints count.)
 
     Damaged checkpoints are skipped. Return None if there is no checkpoint.
     """
@@ -1826,8 +1832,8 @@ def moved(content, device):
 
 # ---- Edited hyperparameters. An optimizer group holds hyperparameters, such as momentum. A resumed
 # run continues with the saved values, since training may have changed some of them. But if a value
-# was edited in the code, the run continues with the new value. To find out what was edited, each
-# group has an entry "initial" with a copy of the values with which the code has built the group.
+# was edited in the code, the run continues with the new value. So that edits can be found, each
+# group has an entry "initial": a copy of the values with which the code has built the group.
 #
 # For example, suppose that the code builds a group with momentum=0.95, and that training changes
 # this to 0.97. Then a checkpoint has momentum=0.97, and its "initial" has momentum=0.95. If the
@@ -1861,7 +1867,7 @@ def load_optimizer(optimizer, saved):
     device = parameters[0].device if parameters else None
     groups = []
     for group, saved_group in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        # Saved values take precedence over those of the code, unless they were edited there. (In
+        # Saved values take precedence over those of the code, except where the code was edited. (In
         # saved_group, "params" is a list of numbers, as optimizer.load_state_dict() expects)
         resumed = group | moved(saved_group, device)
         resumed |= edited_hyperparameters(group, saved_group)
@@ -2006,7 +2012,8 @@ class RunFolder:
     def begin(self, step, continues, warnings=()):
         """Remove or rename outdated files, record this start in run.json, and open log.txt.
 
-        step: the step at which this start begins. Lines about it and later steps are removed.
+        step: the step from which this start continues. Lines about this step and later ones are
+        removed from log.txt.
         continues: whether a run is resumed.
         """
         if rank() != 0:
@@ -2193,8 +2200,8 @@ def check_parameters(raw_model, optimizers):
         largest = p.abs().max()
         if not largest.isfinite():
             raise UserError(f"{name} is not finite before the first step: initialize it.")
-        # Divide by 1000, because an edit may have multiplied UNDRAWN, for example by 0.02
-        if largest >= UNDRAWN / 1000:
+        # Divide by 1000, because an edit may have multiplied the mark, for example by 0.02
+        if largest >= LOWEST_MARK / 1000:
             raise UserError(f"{name} has no initial values. Perhaps an edit changes it, or copies "
                             "it from another weight, before init_weights() has drawn it. Then "
                             "move this edit to the end of GPT.__init__. If its layer was created "
@@ -2568,7 +2575,8 @@ def warning_about_time(cfg, state, n_starts):
     if not cfg.minutes or state.step < cfg.max_steps:
         return None
     ratio = state.minutes_trained / cfg.minutes
-    # State.minutes_trained leaves out one step for each start. So allow for this fraction, too
+    # State.minutes_trained leaves out one step per start, which is n_starts / step of all steps.
+    # Allow for this, too
     if abs(ratio - 1) < 0.1 + n_starts / state.step:
         return None
     return (f"Training took {state.minutes_trained:.3g} minutes instead of minutes="

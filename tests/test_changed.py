@@ -69,8 +69,13 @@ def normalize_weight(block):
 def replace_weight_by_a_copy(block):
     block.mlp.c_proj.weight = torch.nn.Parameter(block.mlp.c_proj.weight.clone() * 0.05)
 
+def copy_to_another_weight(block):
+    with torch.no_grad():
+        block.mlp.c_proj.weight.copy_(block.mlp.c_fc.weight.T)
+
 @pytest.mark.parametrize("edit, name", [
     (scale_projection, "h.0.mlp.c_proj.weight"),
+    (copy_to_another_weight, "h.0.mlp.c_proj.weight"),
     (replace_weight_by_a_copy, "h.0.mlp.c_proj.weight"),
     (normalize_weight, "h.0.mlp.c_fc.parametrizations.weight.original0")])
 def test_a_weight_that_is_changed_or_copied_before_it_is_drawn_is_reported(monkeypatch, edit, name):
