@@ -92,7 +92,7 @@ def encoding_arguments(name):
                         f"{', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
-@functools.lru_cache  # building GPT-2's encoding takes 0.2 s; hellaswag.py needs it for each text
+@functools.lru_cache  # building GPT-2's encoding takes 0.2 s; hellaswag.py calls this for each text
 def get_encoding(name):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used."""
     try:

@@ -149,12 +149,12 @@ FINETUNE = dict(
 # draw_later() stores the std of a layer's weight. When GPT.__init__ has built all layers,
 # init_weights() draws the weights
 #
-# Only for edits: draw_later() also sets all elements of a weight to a mark, a large number that no
-# other weight has. init_weights() draws only elements that still have this value. So if you set
-# some of them to 0, for example, before they are drawn, they remain 0. And if you multiply an
-# undrawn weight, or copy it to another one, check_parameters() finds values that are far too large,
-# and reports this
-LOWEST_MARK = 2**17
+# Only for edits: draw_later() also sets all elements of a weight to a mark, a large number that is
+# different for each weight. init_weights() draws only elements that still have this value. So if
+# you set some of them to 0, for example, before they are drawn, they remain 0. And if you multiply
+# an undrawn weight, or copy it to another one, check_parameters() finds values that are far too
+# large, and reports this
+LOWEST_MARK = 2**17  # check_parameters() looks for numbers of about this size
 MARKS = itertools.count(LOWEST_MARK)
 
 def draw_later(layer, std=0.02):
@@ -394,7 +394,8 @@ class DataLoaderLite:
     a shard begin at its tokens 0, T, 2 T and so on, so the last token of a row is also the first
     token of the next one. With `recut`, which is used for text files if they are shuffled, each
     epoch has a shift of 0 to T - 1 tokens, and rows begin that much earlier. (The first row of a
-    shard still begins at token 0.) So even a small text yields new rows in each epoch.
+    shard still begins at token 0, and overlaps the second one.) So even a small text yields new
+    rows in each epoch.
 
     An epoch reads each row once, one shard after another. With `shuffle`, both the order of the
     shards and the order of the rows in a shard are random, and are drawn from (seed, epoch). Row
