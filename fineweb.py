@@ -340,8 +340,8 @@ def read_batches(urls, start_file, start_row):
                     batch_start += len(texts)
                     texts = []
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            # `texts` contains the rows of this batch that could be decoded. The next row could not.
-            # The message counts rows from 1, as text editors do
+            # `texts` contains the rows of this batch that could be decoded. Reading or decoding the
+            # next row failed. The message counts rows from 1, as text editors do
             failed_row = batch_start + len(texts) + 1
             raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
                             f"{summary_of(e)}): repair the file or the network, and repeat the "

@@ -716,11 +716,10 @@ def read_step(run):
 def train_step(run):
     """Take one optimizer step. Return this process's part of the loss, and the gradient's norm.
 
-    The loss of the step is the sum of these parts over all processes. The norm is that of the
-    step's gradient, before it is clipped. It is the same in all processes.
-
-    Both values are tensors on the device, so that train() waits for the GPU only once per step. (In
-    float16, this function also waits, since GradScaler has to know whether a gradient overflowed.)
+    The loss of the step is the sum of these parts over all processes. The norm is measured before
+    clipping, and is the same in all processes. Both values are tensors on the device, so that
+    train() waits for the GPU only once per step. (In float16, this function also waits, since
+    GradScaler has to know whether a gradient overflowed.)
     """
     cfg, state, ddp_model = run.cfg, run.state, run.ddp_model
     batches = read_step(run)
@@ -969,8 +968,7 @@ def resolve_config(flags, device=torch.device("cpu")):
     if preset_name == "FINETUNE":
         cfg = with_values_for_finetuning(cfg, given, spec)
     values = values_from_weights(spec)  # source 4
-    if spec:
-        check_flags_against_weights(flags, cfg, values, spec.source)
+    check_flags_against_weights(flags, cfg, values, spec)
     cfg = replace(cfg, **values)
     text = note + describe_preset(preset_name, cfg)
     if spec:
@@ -1106,15 +1104,14 @@ def values_from_weights(spec):
     converted = make_config(Config, values)  # checks their types. Other constants have defaults
     return {name: getattr(converted, name) for name in values}
 
-def check_flags_against_weights(flags, cfg, values, source):
+def check_flags_against_weights(flags, cfg, values, spec):
     """Raise UserError if a flag has a different value than the weights.
 
-    cfg: the Config with the values of the flags. values: {name: value} of the constants that the
-    weights determine. source: where the weights come from.
+    cfg: the Config with the values of the flags. values: from values_from_weights(spec).
     """
     for name in flags:
         if name in values and getattr(cfg, name) != values[name]:
-            raise UserError(f"{name} is {values[name]} in the weights {source}: leave out "
+            raise UserError(f"{name} is {values[name]} in the weights {spec.source}: leave out "
                             f"--{name}.")
 
 def describe_values(source, values):
