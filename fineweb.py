@@ -10,30 +10,29 @@ token ids in an .npy file: uint16, or uint32 if the encoding has more than
 shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as without the interruption.
 
-This file also holds the helpers that all three scripts share, so that there is
-no fourth file. They are not in train_gpt2.py, because then this file and each
-of its worker processes would have to import that script, and with it torch.
+The first half of this file holds the helpers that all three scripts share. They
+are not in train_gpt2.py, because that script runs as __main__, and another
+script that imported it would get a second copy of the module.
 """
 import argparse
-import contextlib
 import dataclasses
 import functools
+import glob
 import inspect
-import io
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import re
+import shlex
 import signal
 import sys
-import textwrap
 import threading
+import types
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args, get_origin
+from typing import get_args
 
 import numpy as np
 import tiktoken
@@ -51,29 +50,18 @@ class Config:
     local_dir: str = "edu_fineweb10B"          # folder in which the shards are written
     shard_size: int = 100_000_000              # tokens per shard; a token takes 2 or 4 bytes
     max_shards: int = 0                        # total number of shards to make; 0 = no limit
-    nprocs: int = 0                            # number of worker processes; 0 = one per CPU core
+    nprocs: int = 0                            # number of threads; 0 = one per CPU core
     encoding: str = "gpt2"                     # a tiktoken encoding, or bytes (needs no download)
 
-TEXT = "text"                # the parquet column or JSON key that holds a document's text
-SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
-BATCH_BYTES = 2 << 20        # bytes of text per batch; with 64 KiB, tokenizing takes 15% longer
+# -------------------------------------------------------------- helpers that all scripts share
+END_OF_TEXT = "<|endoftext|>"  # the special token at the start of each document
 
-# --------------------------------------------------------------- what all three scripts share
-# Errors, encodings (also in the form that transformers needs), safe file writes, folder locks and
-# command-line flags. This section imports no heavy packages when it is loaded, so that worker
-# processes start fast.
 class UserError(Exception):
     """An error that the user can correct. main() prints its message instead of a traceback."""
 
 def summary_of(error):
-    """Return a line that says what an exception is about, at most 160 characters long.
-
-    It is the first line of the exception's text, or the second one if the first is only a heading.
-    """
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    only_a_heading = lines[0].endswith(":") and len(lines) > 1
-    line = lines[1] if only_a_heading else lines[0]
-    return textwrap.shorten(line.rstrip(".: "), width=160, placeholder=" ...")
+    """Return the first line of an exception's text, or its class name, at most 160 characters."""
+    return [*str(error).strip().splitlines(), type(error).__name__][0].rstrip(".: ")[:160]
 
 def encoding_arguments(name):
     """Return the arguments of tiktoken.Encoding for the encoding called `name`.
@@ -83,9 +71,9 @@ def encoding_arguments(name):
     if name == "bytes":
         return dict(
             name=name,
-            pat_str=r"(?s:.{1,128})",  # bytes never merge, so any way of splitting a text will do
+            pat_str=r"[\s\S]{1,128}",  # bytes never merge, so any way of splitting a text will do
             mergeable_ranks={bytes([i]): i for i in range(256)},
-            special_tokens={"<|endoftext|>": 256})
+            special_tokens={END_OF_TEXT: 256})
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
     if name not in ENCODING_CONSTRUCTORS:
         raise UserError(f"encoding={name} is unknown: choose bytes, "
@@ -96,72 +84,57 @@ def encoding_arguments(name):
 def get_encoding(name):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used."""
     try:
-        encoding = tiktoken.Encoding(**encoding_arguments(name))
+        return tiktoken.Encoding(**encoding_arguments(name))
     except (OSError, ValueError) as e:  # the download failed or was damaged
         raise UserError(f"The vocabulary of encoding={name} cannot be loaded ({summary_of(e)}): "
                         f"connect to the internet once, set TIKTOKEN_CACHE_DIR to a folder that "
                         f"contains it, or use --encoding=bytes.") from None
-    if "<|endoftext|>" not in encoding.special_tokens_set:
-        raise UserError(f"encoding={name} lacks the special token <|endoftext|>, which starts each "
-                        f"document: add it in encoding_arguments().")
-    return encoding
 
-# A text that different tokenizers split differently. hugging_face_tokenizer() uses it to check that
-# the tokenizer it has built agrees with tiktoken.
-PROBE = "Don't stop . it's\n\n\t 'LL we'Ll naïve 日本 🙂  1234567 x=[1, 2];\r\n return !?\n \n"
+def encode(encoding, text, special=False):
+    """Return the token ids of a text, as a one-dimensional array.
 
-def hugging_face_tokenizer(encoding, context):
-    """Return a transformers tokenizer that gives the same ids as a tiktoken encoding.
-
-    context: the longest input of the model, in tokens.
-    Raise ValueError if the tokenizer that was built gives different ids.
+    special: whether the characters <|endoftext|> in the text are the special token. Otherwise they
+    are ordinary text.
     """
-    from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-    from transformers.convert_slow_tokenizer import bytes_to_unicode, generate_merges
-    parts = encoding_arguments(encoding.name)
-    letters = bytes_to_unicode()  # `tokenizers` represents each byte as one Unicode character
-    vocabulary = {"".join(letters[byte] for byte in token): i
-                  for token, i in parts["mergeable_ranks"].items()}
-    # generate_merges() assumes that tokens with higher scores are merged first. In tiktoken, tokens
-    # with lower ids are merged first, so use -id as the score.
-    scores = {token: -i for token, i in vocabulary.items()}
-    merges = generate_merges(vocabulary, scores)
-    special_tokens = dict(parts["special_tokens"])
-    # `tokenizers` does not allow unused ids, but cl100k_base has some. Add special tokens for them.
-    used = {*vocabulary.values(), *special_tokens.values()}
-    special_tokens |= {f"<|unused{i}|>": i for i in range(encoding.n_vocab) if i not in used}
-    vocabulary |= special_tokens
-    backend = Tokenizer(models.BPE(vocabulary, merges))
-    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    if not merges:  # the bytes encoding has no merges, so a text need not be split before merging
-        backend.pre_tokenizer = byte_level
-    else:
-        # In tiktoken's patterns, the + in {1,3}+ makes the quantifier possessive. `tokenizers`
-        # would read this + as a repetition. Removing it does not change what the pattern matches.
-        pattern = re.sub(r"(\{\d+,\d*\})\+", r"\1", parts["pat_str"])
-        pieces = pre_tokenizers.Split(Regex(pattern), "isolated")
-        backend.pre_tokenizer = pre_tokenizers.Sequence([pieces, byte_level])
-    backend.decoder = decoders.ByteLevel()
-    in_order = sorted(special_tokens, key=special_tokens.get)
-    backend.add_special_tokens([AddedToken(token, normalized=False) for token in in_order])
-    if backend.encode(PROBE).ids != encoding.encode_ordinary(PROBE):
-        raise ValueError(f"transformers has no {encoding.name} tokenizer that gives the same ids")
-    end = "<|endoftext|>"
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, bos_token=end, eos_token=end, unk_token=end,
-        model_max_length=context, clean_up_tokenization_spaces=False)
+    encode_part = functools.partial(
+        encoding.encode_to_numpy, allowed_special={END_OF_TEXT} if special else set(),
+        disallowed_special=())
+    try:
+        return encode_part(text)
+    except ValueError:
+        # tiktoken refuses some texts, for example a million spaces before a letter. Encode such a
+        # text in parts, but do not cut <|endoftext|>
+        parts = re.findall(r"<\|endoftext\|>|(?:(?!<\|endoftext\|>)[\s\S]){1,100000}", text)
+        return np.concatenate([encode_part(part) for part in parts])
 
 def token_dtype(encoding):
     """Return the NumPy type in which the ids of an encoding are stored."""
     return np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
 
-def write_whole(path, write, verify=None):
+def save_tokenizer(encoding, folder, context):
+    """Save a transformers tokenizer that gives the same ids as a tiktoken encoding.
+
+    context: the longest input of the model, in tokens.
+    Raise ValueError if transformers' converter cannot handle the ids of this encoding.
+    """
+    from transformers import PreTrainedTokenizerFast
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+    arguments = encoding_arguments(encoding.name)
+    ranks = arguments["mergeable_ranks"]
+    if [*sorted(ranks.values()), encoding.eot_token] != list(range(encoding.n_vocab)):
+        raise ValueError(f"the ids of {encoding.name} have gaps, or {END_OF_TEXT} is not the last")
+    converter = TikTokenConverter(pattern=arguments["pat_str"], extra_special_tokens=[END_OF_TEXT])
+    converter.load_tiktoken_bpe = lambda path: ranks  # instead of reading them from a file
+    PreTrainedTokenizerFast(
+        tokenizer_object=converter.converted(), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
+        unk_token=END_OF_TEXT, model_max_length=context,
+        clean_up_tokenization_spaces=False).save_pretrained(folder)
+
+def write_whole(path, write):
     """Write a file so that `path` never holds a half-written file, not even after a power cut.
 
     write(file) writes the content to a temporary file, which is then flushed to the disk and
-    renamed to `path`. If given, verify(path of the temporary file) is called before the file is
-    renamed. If it raises an exception, `path` is left unchanged.
+    renamed to `path`.
     """
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -170,577 +143,323 @@ def write_whole(path, write, verify=None):
             write(file)
             file.flush()
             os.fsync(file.fileno())
-        if verify:
-            verify(part)
         os.replace(part, path)
     finally:
         part.unlink(missing_ok=True)
 
-def remove_unfinished(folder):
-    """Delete the temporary files that write_whole() leaves behind when its process is killed.
-
-    The caller must hold the folder's lock, because another process may be writing such a file.
-    """
-    for part in Path(folder).glob("*.*.part"):  # matches shard.npy.part, but not movie.part
-        part.unlink()
-
-def lock_folder(folder):
+def lock_folder(name, folder):
     """Lock a folder so that no other run uses it. Create it if needed. Return the lock.
 
-    The caller must keep a reference to the lock. It is released when the object is deleted or when
-    this process ends for any reason. Raise UserError if another process holds the lock. If the disk
-    does not support locks, print a warning instead.
+    name: the constant that holds the folder's path, for messages. The caller must keep a reference
+    to the lock. It is released when the object is deleted or when this process ends for any reason.
+    Raise UserError if the folder cannot be used or another process holds the lock.
     """
     import filelock  # torch and datasets depend on it, so it is always installed
     lock = filelock.FileLock(Path(folder, ".lock"))
     try:
-        lock.acquire(timeout=0)  # also creates the folder
+        os.makedirs(folder, exist_ok=True)
+        lock.acquire(timeout=0)
     except filelock.Timeout:
         raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose a "
-                        f"different folder.") from None
-    except (NotImplementedError, OSError) as e:  # some network disks do not support locks
-        print(f"{folder}/ cannot be locked ({summary_of(e)}): make sure that no other run writes "
-              f"to it.")
+                        f"different {name}.") from None
+    except NotImplementedError:  # some network disks do not support locks
+        print(f"{folder}/ cannot be locked: make sure that no other run uses it.")
+    except OSError as e:
+        raise UserError(f"{name}={folder} cannot be used ({summary_of(e)}): choose a folder in "
+                        f"which files can be written.") from None
     return lock
 
 def parse_flags(cls, doc, presets=None):
-    """Parse the command line; return {name: text} of the flags that were given.
+    """Parse the command line; return {name: value} of the flags that were given.
 
-    cls: a dataclass. Each field is a flag, and --help prints the comment at the end of its line.
+    cls: a dataclass. Each field of type int, float, str, bool or Literal is a flag, and --help
+    prints the comment at the end of its line.
     doc: the text that --help prints above the flags.
     presets: {name: {field: value}}. --help prints these values after the default.
-    Raise UserError for an unknown flag.
+    Raise UserError for an unknown flag or a value of another type.
     """
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     # {name: comment} of lines such as "    seed: int = 1337    # determines the initial weights"
     comments = dict(re.findall(r"^ +(\w+) *:[^#\n]*# *(.*)$", inspect.getsource(cls), re.M))
     for field in dataclasses.fields(cls):
-        values = [repr(field.default)]
-        for preset, constants in (presets or {}).items():
-            if field.name in constants:
-                values.append(f"in {preset} {constants[field.name]!r}")
-        text = f"{comments.get(field.name, '')} [{', '.join(values)}]".replace("%", "%%")
-        parser.add_argument(f"--{field.name}", default=argparse.SUPPRESS, help=text,
-                            metavar="|".join(map(str, get_args(field.type))) or "X")
+        values = [f"in {preset} {constants[field.name]!r}"
+                  for preset, constants in (presets or {}).items() if field.name in constants]
+        text = f"{comments.get(field.name, '')} [{', '.join([repr(field.default), *values])}]"
+        choices = (True, False) if field.type is bool else get_args(field.type) or None
+        parser.add_argument(
+            f"--{field.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"),
+            choices=choices, metavar="|".join(map(str, choices or ["X"])),
+            # With choices, "True" and "False" in any case are bools, and other texts stay texts
+            type=(lambda text: {"true": True, "false": False}.get(text.lower(), text))
+            if choices else field.type)
 
     def refuse(message):
         raise UserError(f"{message} (--help lists every flag).")
     parser.error = refuse
     return vars(parser.parse_args())
 
-def make_config(cls, values):
-    """Return cls(**values), with every value converted to the type of its field.
-
-    cls: a dataclass whose fields all have defaults.
-    values: {name: value}, where a value may be a string such as "1e3".
-    Raise UserError for an unknown name, a missing or unsupported type, or an impossible value.
-    """
-    types = cls.__annotations__
-    for name in vars(cls):  # this includes constants without a type, which an edit may have added
-        if not name.startswith("_") and name not in types:
-            raise UserError(f"{name} in Config lacks a type: write {name}: int = 1, for example.")
-    for name in values:
-        if name not in types:
-            raise UserError(f"{name} is not a constant in Config: check its spelling.")
-    converted = {}
-    for name, kind in types.items():
-        if kind not in (bool, int, float, str) and get_origin(kind) is not Literal:
-            raise UserError(f"{name} in Config has the type {kind}: use bool, int, float, str or "
-                            f"Literal.")
-        value = values.get(name, getattr(cls, name))  # the class attribute is the field's default
-        try:
-            converted[name] = convert(value, kind)
-        except (KeyError, TypeError, ValueError):
-            raise UserError(f"{name}={value}: it must be {describe_type(kind)}.") from None
-    return cls(**converted)
-
-def convert(value, kind):
-    """Convert a value, or a string such as "1e3", to a type: bool, int, float, str or a Literal.
-
-    Raise KeyError, TypeError or ValueError if that is impossible or a number is negative.
-    """
-    if kind is bool:
-        return {"True": True, "False": False}[str(value).capitalize()]
-    if kind in (int, float):
-        number = float(value)
-        if not 0 <= number < float("inf") or (kind is int and not number.is_integer()):
-            raise ValueError
-        return kind(number)
-    if kind is str:
-        return str(value)
-    choices = {str(choice): choice for choice in get_args(kind)}  # the values that a Literal allows
-    return choices[str(value)]
-
-def describe_type(kind):
-    """Return a description of a type's values for an error message."""
-    if kind in (bool, int, float):
-        return {bool: "True or False", int: "a whole number >= 0",
-                float: "a finite number >= 0"}[kind]
-    return str(kind)
-
 # ----------------------------------------------------------------------------------- documents
-# Find the files of the corpus and read their documents in batches, starting at any row. In this
-# file, a row is a row of a parquet file or a line of a jsonl file, and holds one document. (In
-# train_gpt2.py, a row is a sequence of T tokens.)
+# Find the files of the corpus and stream their rows. A row is a row of a parquet file or a line of
+# a jsonl file, and holds one document.
+SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+
 def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
 
+    Leave out hidden files and folders. Files with other endings are listed in one line.
     Raise UserError if `source` is neither a local folder nor a dataset that can be reached.
     """
     if os.path.isdir(source):
-        paths = [path for path in sorted(Path(source).rglob("*")) if path.is_file()]
-        files = [(str(path), path.stat().st_size) for path in paths]
-    else:
-        files = find_hub_files(source, remote_name)
-    return [(url, size) for url, size in files if url.endswith(SUFFIXES)]
-
-def find_hub_files(source, remote_name):
-    """Return [(URL, size in bytes)] of the files that `datasets` would stream.
-
-    Raise UserError if the hub cannot be reached or does not have the dataset.
-    """
+        paths = [path for path in sorted(Path(source).rglob("*")) if path.is_file()
+                 and "/." not in f"/{path.relative_to(source).as_posix()}"]
+        if others := [path.name for path in paths if not path.name.endswith(SUFFIXES)]:
+            print(f"Only {', '.join(SUFFIXES)} files are read, not {', '.join(others)[:160]}")
+        return [(str(path), path.stat().st_size) for path in paths if path.name.endswith(SUFFIXES)]
     import datasets
-    import fsspec
-    logging.disable(logging.CRITICAL)  # the hub's client logs a line for each attempt
-    hub = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
-    print(f"Asking {hub} for {source}, {remote_name} (takes half a minute without a network)")
+    import fsspec  # datasets depends on it, so it is always installed
     try:
         builder = datasets.load_dataset_builder(source, remote_name)
         urls = (builder.config.data_files or {}).get("train", [])
-        return [(url, fsspec.url_to_fs(url)[0].size(url)) for url in urls]
+        return [(url, fsspec.url_to_fs(url)[0].size(url)) for url in urls if url.endswith(SUFFIXES)]
     except Exception as e:  # its class depends on the HTTP library
         raise UserError(f"source={source} is not a folder here, and its remote_name={remote_name} "
-                        f"cannot be fetched from {hub} ({summary_of(e)}): check both names and the "
-                        f"network, or try a mirror: HF_ENDPOINT=https://hf-mirror.com.") from None
+                        f"cannot be fetched from {datasets.config.HF_ENDPOINT} ({summary_of(e)}): "
+                        f"check both names and the network, or try a mirror: "
+                        f"HF_ENDPOINT=https://hf-mirror.com.") from None
 
-def read_batches(urls, start_file, start_row):
-    """Yield (file number, batch_start, texts) for each batch of the corpus.
+def open_stream(url):
+    """Return an IterableDataset with the rows of a file in "text".
 
-    batch_start is the number of the batch's first row. A text is "" if its row has none. Start at
-    row `start_row` of file `start_file`. Raise UserError if a file cannot be read.
+    Rows of a parquet file are bytes or None, because a column of strings may hold bytes that are
+    not UTF-8. Rows of other files are lines, not yet parsed, because the builder "json" does not
+    accept lines with different keys.
     """
-    import fsspec  # datasets and torch depend on it, so it is always installed
-    for file_number in range(start_file, len(urls)):
-        url = urls[file_number]
-        first_row = start_row if file_number == start_file else 0  # the first row to read
-        batch_start = first_row
-        is_parquet = url.endswith(".parquet")
-        read_rows = read_parquet_rows if is_parquet else read_lines
-        text_of = parquet_text if is_parquet else json_text
-        texts = []  # the texts of the current batch that have been decoded so far
+    import datasets
+    datasets.config.TORCH_AVAILABLE = False  # otherwise it imports torch: 2 seconds and 150 MB
+    datasets.config.STREAMING_READ_MAX_RETRIES = 5  # it would wait for up to 20 minutes with 20
+    options = dict(path="text", encoding_errors="replace")
+    if url.endswith(".parquet"):
+        options = dict(path="parquet", columns=["text"], batch_size=64,
+                       features=datasets.Features({"text": datasets.Value("large_binary")}))
+    return datasets.load_dataset(data_files=glob.escape(url), split="train", streaming=True,
+                                 **options)
+
+def text_of(row):
+    """Return the text in a row from open_stream(), or "" if it has none.
+
+    Raise ValueError if the row is a line that is not a JSON object with a text.
+    """
+    if not isinstance(row, str):
+        return (row or b"").decode("utf-8", "replace")
+    document = json.loads(row.strip("\ufeff \t\n\v\f\r") or '{"text": ""}')
+    if not isinstance(document, dict) or not isinstance(document.get("text", 0), str | None):
+        found = [*document] if isinstance(document, dict) else document
+        raise ValueError(f"a string with the key 'text' is needed, and there is {found}")
+    # Replace lone surrogates (for example half of an emoji), which tiktoken does not accept
+    return (document["text"] or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+def read_batches(urls, start):
+    """Yield (file number, number of the first row, texts) for each batch of 64 rows.
+
+    start: an entry of the manifest, which names the "file" and the "row" to start at.
+    Raise UserError if a file cannot be read.
+    """
+    row = start["row"]
+    for number in range(start["file"], len(urls)):
         try:
-            filesystem, path = fsspec.url_to_fs(url)
-            # Reading waits for each request, so request 32 MiB at a time. "infer" unpacks .gz.
-            with filesystem.open(path, block_size=32 << 20, compression="infer") as file:
-                for raw_rows in read_rows(file, first_row):
-                    for raw_row in raw_rows:
-                        texts.append(text_of(raw_row))
-                    yield file_number, batch_start, texts
-                    batch_start += len(texts)
-                    texts = []
+            for batch in open_stream(urls[number]).skip(row).iter(batch_size=64):
+                texts = []
+                for content in batch["text"]:
+                    texts.append(text_of(content))
+                    row += 1
+                yield number, row - len(texts), texts
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            # `texts` contains the rows of this batch that could be decoded. Reading or decoding the
-            # next row failed. The message counts rows from 1, as text editors do
-            failed_row = batch_start + len(texts) + 1
-            raise UserError(f"{url} cannot be read from row {failed_row} on ({type(e).__name__}: "
-                            f"{summary_of(e)}): repair the file or the network, and repeat the "
-                            f"command to resume.") from None
+            raise UserError(f"{urls[number]} cannot be read from row {row + 1} on "
+                            f"({type(e).__name__}: {' '.join(str(e).split())[:160]}): repair the "
+                            f"file or the network, and repeat the command to resume.") from None
+        row = 0
 
-def read_parquet_rows(file, first_row):
-    """Yield lists of texts, as bytes or None, starting at row `first_row` of a parquet file."""
-    import pyarrow.parquet as pq
-    # These two options reduce peak memory from 560 to 204 MB for a row group of 409 MB.
-    parquet = pq.ParquetFile(file, buffer_size=BATCH_BYTES, pre_buffer=False)
-    rows_to_skip = first_row
-    for number in range(parquet.num_row_groups):
-        group = parquet.metadata.row_group(number)
-        if rows_to_skip >= group.num_rows:  # skip the group without reading it
-            rows_to_skip -= group.num_rows
-            continue
-        batch_rows = max(1, BATCH_BYTES * group.num_rows // group.total_byte_size)
-        for part in parquet.iter_batches(batch_rows, row_groups=[number], columns=[TEXT]):
-            n_skipped = min(rows_to_skip, len(part))
-            rows_to_skip -= n_skipped
-            if n_skipped < len(part):
-                # A string column may hold bytes that are not UTF-8, so read it as bytes.
-                yield part[TEXT][n_skipped:].cast("large_binary").to_pylist()
+# ------------------------------------------------------------------------------------- shards
+# Tokenize batches in threads and cut their tokens into shards. manifest.json lists the finished
+# shards, where each ends in the corpus, and the settings that determine their content. With it, a
+# run resumes where the last one stopped.
+def tokenize(texts, encoding):
+    """Return the tokens (n,) of a list of texts, each text after an <|endoftext|> token.
 
-def parquet_text(content):
-    """Return the text in a parquet row. content: UTF-8 bytes, or None, which gives ""."""
-    return (content or b"").decode("utf-8", "replace")
-
-def read_lines(file, first_row):
-    """Yield lists of lines, as bytes, starting at line `first_row` of a jsonl file."""
-    with io.BufferedReader(file, BATCH_BYTES) as lines:  # fsspec's own buffer takes 2 ms per line
-        for _ in itertools.islice(lines, first_row):
-            pass
-        while block := lines.readlines(BATCH_BYTES):
-            yield block
-
-def json_text(line):
-    """Return the text in a line of JSON, or "" if it has none.
-
-    Replace lone surrogates (for example half of an emoji), which tiktoken does not accept.
+    If a text itself contains the characters "<|endoftext|>", they are encoded as ordinary text.
+    Blank texts are left out.
     """
-    row = json.loads(line) if line.strip() else {}
-    text = row.get(TEXT) or ""
-    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    parts = [np.append(encoding.eot_token, encode(encoding, text))
+             for text in texts if text.strip()]
+    # Without the empty list, concatenate() would fail if all texts are blank. All ids fit the dtype
+    return np.concatenate([[], *parts], dtype=token_dtype(encoding), casting="unsafe")
 
-# -------------------------------------------------------------------------------------- tokens
-# Worker processes tokenize batches of documents. The main process reads and writes. Neither of
-# Python's process pools is used: the workers of concurrent.futures keep running after the main
-# process is killed, and multiprocessing.Pool waits forever for a worker that has died.
-def tokenize(texts, encoding_name):
-    """Return the tokens (n,) of a list of texts.
+def tokenize_all(batches, encoding, nprocs):
+    """Tokenize batches in nprocs threads. tiktoken releases Python's lock while it works.
 
-    The tokens of each text come after an <|endoftext|> token. If a text itself contains the
-    characters "<|endoftext|>", they are encoded as ordinary text. Empty and blank texts are left
-    out.
+    For each batch, yield (file number, first row, Future of its tokens), in the order of the
+    batches. At most 3 * nprocs batches are in memory.
     """
-    encoding = get_encoding(encoding_name)
-    end_of_text = np.array([encoding.eot_token])
-    parts = [end_of_text[:0]]  # concatenate() fails on an empty list
-    for text in texts:
-        if text.strip():
-            parts += [end_of_text, encoding.encode_to_numpy(text, disallowed_special=())]
-    return np.concatenate(parts, dtype=token_dtype(encoding), casting="unsafe")  # all ids fit
-
-class Worker:
-    """The main process's handle on a worker process, which runs answer_requests().
-
-    The worker process ends when stop() is called or when the main process ends.
-    """
-    def __init__(self, encoding_name):
-        context = multiprocessing.get_context("spawn")
-        self.connection, far_end = context.Pipe()
-        self.process = context.Process(target=answer_requests, args=(far_end, encoding_name))
-        self.process.start()
-        far_end.close()  # now only the worker holds it, so recv() fails if the worker dies
-
-    def tokenize(self, texts):
-        """Let the process tokenize a list of texts. Return their tokens (n,).
-
-        Raise UserError if the process is dead.
-        """
-        try:
-            self.connection.send(texts)
-            return self.connection.recv()
-        except (EOFError, OSError):
-            raise UserError("A worker process died, probably because memory ran out: repeat the "
-                            "command with a smaller --nprocs to resume.") from None
-
-    def stop(self):
-        """Kill the process."""
-        self.process.kill()
-        self.process.join()
-
-def answer_requests(connection, encoding_name):
-    """Run a worker process: receive lists of texts and send their tokens back.
-
-    Return when the connection is closed, which also happens if the main process is killed.
-    """
-    while True:
-        try:
-            texts = connection.recv()
-        except (EOFError, OSError):
-            return
-        tokens = tokenize(texts, encoding_name)
-        try:
-            connection.send(tokens)
-        except OSError:
-            return
-
-# Ctrl-C sends SIGINT to every foreground process in the terminal, and a cluster may send SIGTERM to
-# every process in a job. Only the main process acts on them: it ends, and then its workers end too.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-def end_at_once(signal_number, frame):
-    """Handle Ctrl-C and SIGTERM: print one line and end the process, whatever it is doing.
-
-    Raising KeyboardInterrupt is not safe. If it arrives while a library holds a lock, the lock
-    may stay locked, and the process hangs during clean-up. No clean-up is needed here: finished
-    shards are on the disk, the next run deletes a half-written file, the operating system releases
-    the folder's lock, and workers end when the main process has ended.
-    """
-    try:
-        os.write(2, b"\nStopped. Repeat the command to resume after the last finished shard.\n")
-    finally:
-        os._exit(130)
-
-def start_workers(nprocs, encoding_name):
-    """Return nprocs new Workers, which ignore STOP_SIGNALS (except on Windows).
-
-    This process also ignores them while it starts the workers, a fraction of a second.
-    """
-    # Child processes inherit that a signal is ignored. signal.signal() returns the old handler
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in STOP_SIGNALS}
-    try:
-        return [Worker(encoding_name) for _ in range(nprocs)]
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-
-def tokenize_all(batches, nprocs, encoding_name):
-    """Tokenize batches in nprocs worker processes.
-
-    For each batch (file number, batch_start, texts), yield (file number, batch_start, tokens (n,)),
-    in the order of the batches. At most 3 * nprocs batches are in memory. Raise UserError if a
-    worker dies.
-    """
-    workers = start_workers(nprocs, encoding_name)
-    idle_workers = deque(workers)  # a deque is thread-safe
-
-    def tokenize_in_worker(file_number, batch_start, texts):
-        worker = idle_workers.popleft()  # not empty: there are as many workers as threads
-        try:
-            return file_number, batch_start, worker.tokenize(texts)
-        finally:
-            idle_workers.append(worker)
-
-    # A thread only sends a batch to a worker and waits for its tokens. Without threads, workers
-    # would be idle while the main thread reads documents or writes a shard.
-    threads = ThreadPoolExecutor(nprocs)
-    jobs = deque()  # Futures of the results, in the order of the batches
-    try:
-        for batch in batches:
-            jobs.append(threads.submit(tokenize_in_worker, *batch))
+    jobs = deque()
+    with ThreadPoolExecutor(nprocs) as threads:
+        for number, row, texts in batches:
+            jobs.append((number, row, threads.submit(tokenize, texts, encoding)))
             if len(jobs) == 3 * nprocs:
-                yield jobs.popleft().result()
-        while jobs:
-            yield jobs.popleft().result()
-    finally:
-        for worker in workers:
-            worker.stop()  # recv() then fails in the thread that waits for it, so the thread ends
-        threads.shutdown(cancel_futures=True)
+                yield jobs.popleft()
+        yield from jobs
 
-# -------------------------------------------------------------------------------------- shards
-# manifest.json lists the finished shards, where each ends in the corpus, and all inputs that
-# determine their content. With it, a run resumes exactly where the last one stopped.
-class Place(NamedTuple):
-    """A point in the corpus, at which a shard ends and the next one starts.
+def cut_shards(jobs, shard_size, dtype, start, n_files):
+    """Cut tokens into shards. For each one, yield its tokens (n,) and the place where it ends.
 
-    cut_shards() receives the tokens of whole batches of rows, and does not know where a row ends.
-    So a Place names the first row of a batch, and counts tokens from there. For example, Place(2,
-    300, 1200) means that the next shard is made by reading file 2 from row 300 on, and leaving out
-    the first 1,200 tokens. The end of the corpus, where a shard that is not full ends, is
-    Place(number of files, 0, 0).
+    jobs: what tokenize_all() yields, from the batch on in which the first shard starts.
+    start: the place at which the first shard starts, for example {"file": 2, "row": 300, "used":
+    1200}. This is 1,200 tokens after the start of row 300 in file 2, where a batch began.
+    n_files: the number of files. The corpus ends at row 0 of the file with this number.
+    The yielded array is overwritten with the next shard.
     """
-    file_number: int  # index of the file in reading order
-    batch_start: int  # number of the first row of the batch
-    offset: int       # number of tokens from there to the point
+    shard = np.empty(shard_size, dtype)
+    filled, used = 0, start["used"]  # numbers of tokens: in `shard`, and copied from the batch
+    # disable=None means: show the progress only on a terminal
+    for number, row, job in tqdm(jobs, unit=" documents", unit_scale=64, disable=None):
+        tokens = job.result()
+        while used < len(tokens):
+            part = tokens[used:used + shard_size - filled]
+            shard[filled:filled + len(part)] = part
+            filled += len(part)
+            used += len(part)
+            if filled == shard_size:
+                yield shard, {"file": number, "row": row, "used": used}
+                filled = 0
+        used -= len(tokens)  # more than 0 if a whole batch is in earlier shards
+    if filled:
+        yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
 
-class Shard(NamedTuple):
-    """A finished shard, as the manifest describes it."""
-    name: str       # name of its file
-    tokens: int     # number of tokens in it
-    is_full: bool   # whether it has shard_size tokens; if not, the corpus ends with it
-    documents: int  # number of documents that start in it
-    end: Place
-
-def inputs_of_shards(cfg, files, shards):
-    """Return everything that determines the content of these Shards, as {name: value}.
+def settings_of(cfg, files, shards):
+    """Return everything that determines the content of `shards`, as {name: value}.
 
     This is shard_size, the encoding, and the name and size of each file from which they were made.
-    The manifest contains it, and find_finished() compares it with that of a later command.
-    files: [(path or URL, size in bytes)] of the whole corpus
+    files: [(path or URL, size in bytes)] of the whole corpus. shards: entries of the manifest.
     """
-    inputs = {"shard_size": cfg.shard_size, "encoding": cfg.encoding}
-    if not shards:
-        return inputs
-    if shards[-1].is_full:
-        n_files = shards[-1].end.file_number + 1  # up to the file in which this shard ends
-    else:
-        # The corpus ended with this shard. So it depends on all files: with another one, this shard
-        # would be longer
-        n_files = len(files)
-    for number, (url, size) in enumerate(files[:n_files]):
-        inputs[f"file {number}"] = f"{os.path.basename(url)}, {size} bytes"
-    return inputs
-
-def read_manifest(path):
-    """Return the inputs and the Shards in a manifest. Raise UserError if it is damaged."""
-    try:
-        content = json.loads(path.read_bytes())
-        # The names in manifests are older than those in this file: "settings" are the inputs, "row"
-        # is batch_start, and "used" is the offset
-        inputs = dict(content["settings"])
-        shards = []
-        for entry in content["shards"]:
-            end = Place(int(entry["file"]), int(entry["row"]), int(entry["used"]))
-            tokens = int(entry["tokens"])
-            shards.append(Shard(str(entry["name"]), tokens, is_full=tokens == inputs["shard_size"],
-                                documents=int(entry["documents"]), end=end))
-        return inputs, shards
-    except (OSError, ValueError, KeyError, TypeError) as e:
-        raise UserError(f"{path} cannot be read ({type(e).__name__}: {summary_of(e)}): restore it, "
-                        f"or delete it together with all shards to make them again.") from None
-
-def write_manifest(cfg, files, shards):
-    """Write the manifest of these Shards. Raise UserError if that fails."""
-    entries = []
-    for shard in shards:
-        entries.append({"name": shard.name, "tokens": shard.tokens, "documents": shard.documents,
-                        "file": shard.end.file_number, "row": shard.end.batch_start,
-                        "used": shard.end.offset})
-    manifest = {"settings": inputs_of_shards(cfg, files, shards), "shards": entries}
-    content = json.dumps(manifest, indent=1).encode()
-    write_into_local_dir(cfg, "manifest.json", lambda file: file.write(content))
-
-def write_array(file, array):
-    """Write the same bytes as np.save(). Raise OSError if the disk is full.
-
-    np.save() may not notice this, because ndarray.tofile() does not report errors of buffered data.
-    """
-    header = np.lib.format.header_data_from_array_1_0(array)
-    np.lib.format.write_array_header_1_0(file, header)
-    file.write(array.data)
-
-def write_into_local_dir(cfg, name, write):
-    """Write a file in local_dir with write(file). Raise UserError if that fails."""
-    try:
-        write_whole(Path(cfg.local_dir, name), write)
-    except OSError as e:
-        raise UserError(f"local_dir={cfg.local_dir} cannot be written ({summary_of(e)}): free disk "
-                        f"space or allow writing, and repeat the command to resume after the last "
-                        f"finished shard.") from None
+    # If the last shard is not full, its "file" is len(files). It depends on all files, because with
+    # another one it would be longer
+    used_files = files[:shards[-1]["file"] + 1] if shards else []
+    return {"shard_size": cfg.shard_size, "encoding": cfg.encoding} | {
+        f"file {number}": f"{os.path.basename(url)}, {size} bytes"
+        for number, (url, size) in enumerate(used_files)}
 
 def find_finished(cfg, files):
-    """Return the finished Shards in local_dir, after which this run continues.
+    """Return the manifest's entries of the finished shards in local_dir.
 
-    These are the shards in the manifest before the first one whose file is missing. A new folder
-    has none.
-
-    If the manifest is missing or lists different inputs, none of the shards can be used. Then raise
-    UserError if there are training shards, and return [] if there is at most a validation shard, so
-    that it is made again.
+    If a shard was deleted, it and those after it are made again. Raise UserError if the folder
+    holds training shards that were made with other settings. A lone validation shard is made again.
     """
     folder = Path(cfg.local_dir)
-    manifest = folder / "manifest.json"
-    has_training_shards = any(folder.glob("*_train_*.npy"))
-    if not manifest.exists():
-        if has_training_shards:
-            raise UserError(f"The shards in {folder}/ have no manifest.json that says how they "
-                            f"were made: restore it, or choose a different --local_dir.")
-        return []
-    inputs_before, shards = read_manifest(manifest)
-    # What the manifest of these shards would contain if they had been made by this command
-    inputs_now = inputs_of_shards(cfg, files, shards)
-    changes = []
-    for name in inputs_before | inputs_now:
-        before = inputs_before.get(name, "absent")
-        now = inputs_now.get(name, "absent")
-        if before != now:
-            changes.append(f"{name} was {before} and is {now}")
-    if changes and has_training_shards:
+    try:
+        manifest = json.loads((folder / "manifest.json").read_bytes())
+        shards = manifest["shards"]
+        before, now = manifest["settings"], settings_of(cfg, files, shards)
+        changes = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
+                   for name in before | now if before.get(name) != now.get(name)]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+        changes = [f"manifest.json, which says how they were made, cannot be read: {summary_of(e)}"]
+    if not changes:
+        return list(itertools.takewhile(lambda entry: (folder / entry["name"]).exists(), shards))
+    if any(folder.glob("*_train_*.npy")):
         raise UserError(f"The shards in {folder}/ were made with different settings or files "
                         f"({'; '.join(changes[:3])}): undo this change, or choose a different "
                         f"--local_dir.")
-    if changes:  # there are no training shards
-        return []
-    return list(itertools.takewhile(lambda shard: (folder / shard.name).exists(), shards))
+    return []
 
-def cut_shards(results, shard_size, dtype, start, n_files):
-    """Cut tokens into shards; yield the tokens (n,) of each shard and the Place at its end.
+def write_manifest(cfg, files, shards):
+    """Write the settings of these shards and their entries."""
+    content = json.dumps({"settings": settings_of(cfg, files, shards), "shards": shards}, indent=1)
+    write_whole(Path(cfg.local_dir, "manifest.json"), lambda file: file.write(content.encode()))
 
-    results: (file number, batch_start, tokens) for each batch, starting with the batch of `start`.
-    start: the Place at which the first shard starts.
-    n_files: the number of files.
-    The yielded array is overwritten with the next shard.
-    """
-    buffer = np.empty(shard_size, dtype)
-    filled = 0
-    to_skip = start.offset  # number of tokens at the start of `results` that are in earlier shards
-    # disable=None means: show the bar only on a terminal
-    with tqdm(total=shard_size, unit="tok", unit_scale=True, disable=None) as bar:
-        for file_number, batch_start, tokens in results:
-            n_skipped = min(to_skip, len(tokens))
-            to_skip -= n_skipped
-            position = n_skipped  # the index of the next token to copy
-            while position < len(tokens):
-                part = tokens[position:position + shard_size - filled]
-                buffer[filled:filled + len(part)] = part
-                filled += len(part)
-                position += len(part)
-                bar.update(len(part))
-                if filled == shard_size:
-                    yield buffer, Place(file_number, batch_start, offset=position)
-                    filled = 0
-                    bar.reset()
-    if filled:
-        yield buffer[:filled], Place(n_files, 0, 0)
+def add_shards(cfg, files, shards):
+    """Make the shards that come after `shards`, entries of the manifest, and append theirs.
 
-def add_shards(cfg, files, finished):
-    """Make the shards that come after `finished`, and return them as Shards.
-
-    Raise UserError if a document cannot be read, a file cannot be written, or a worker dies.
+    Raise UserError if a file cannot be read, and OSError if one cannot be written.
     """
     encoding = get_encoding(cfg.encoding)
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    start = finished[-1].end if finished else Place(0, 0, 0)
-    shards = list(finished)
-    # If shard files are missing, the old manifest still lists them, so replace it.
-    write_manifest(cfg, files, shards)
-    batches = read_batches([url for url, size in files], start.file_number, start.batch_start)
-    results = tokenize_all(batches, cfg.nprocs or cores, cfg.encoding)
-    cut = cut_shards(results, shard_size=cfg.shard_size, dtype=token_dtype(encoding), start=start,
-                     n_files=len(files))
-    # However this block ends, the generators are closed (the last one first), so that no file stays
-    # open and no worker keeps running.
-    with contextlib.closing(batches), contextlib.closing(results), contextlib.closing(cut):
-        for tokens, end in cut:
-            # These names are those of build-nanogpt, whatever the corpus is
-            name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
-            documents = int(np.count_nonzero(tokens == encoding.eot_token))
-            write_into_local_dir(cfg, name, lambda file: write_array(file, tokens))
-            shards.append(Shard(name, len(tokens), is_full=len(tokens) == cfg.shard_size,
-                                documents=documents, end=end))
-            write_manifest(cfg, files, shards)
-            tqdm.write(f"{name}: {len(tokens):,} tokens, {documents:,} documents")
-            if len(shards) == cfg.max_shards:
-                break
-    return shards[len(finished):]
+    start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}
+    write_manifest(cfg, files, shards)  # if shards were deleted, the old one still lists them
+    jobs = tokenize_all(read_batches([url for url, size in files], start), encoding,
+                        nprocs=cfg.nprocs or os.cpu_count())
+    for tokens, end in cut_shards(jobs, shard_size=cfg.shard_size, dtype=token_dtype(encoding),
+                                  start=start, n_files=len(files)):
+        # These names are those of build-nanogpt, whatever the corpus is
+        name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
+        # np.save() does not notice a full disk if it is given a file, but only needs write()
+        write_whole(Path(cfg.local_dir, name),
+                    lambda file: np.save(types.SimpleNamespace(write=file.write), tokens))
+        shards.append({"name": name, "tokens": len(tokens), "documents": int(
+            np.count_nonzero(tokens == encoding.eot_token)), **end})
+        write_manifest(cfg, files, shards)
+        tqdm.write(f"{name}: {len(tokens):,} tokens, {shards[-1]['documents']:,} documents")
+        if len(shards) == cfg.max_shards:
+            return
 
 def make_shards(cfg):
     """Make the shards that `cfg` asks for and local_dir lacks, and print the totals.
 
     Raise UserError for anything that the user can correct.
     """
-    if cfg.shard_size < 1025:  # train_gpt2.py reads T + 1 tokens at a time; T=1024 by default
-        raise UserError(f"shard_size={cfg.shard_size}: it must be 1025 or more.")
+    # train_gpt2.py reads T + 1 tokens at a time, and T is 1024 by default
+    for name, lowest in (("shard_size", 1025), ("max_shards", 0), ("nprocs", 0)):
+        if getattr(cfg, name) < lowest:
+            raise UserError(f"{name}={getattr(cfg, name)}: it must be {lowest} or more.")
+    cfg = dataclasses.replace(cfg, source=os.path.expanduser(cfg.source),
+                              local_dir=os.path.expanduser(cfg.local_dir))
     files = find_files(cfg.source, cfg.remote_name)
-    folder = Path(cfg.local_dir)
-    lock = lock_folder(folder)  # noqa: F841  the lock lasts until this function returns
-    remove_unfinished(folder)
-    finished = find_finished(cfg, files)
-    corpus_is_done = bool(finished) and not finished[-1].is_full
-    made = []
-    if not corpus_is_done and (cfg.max_shards == 0 or len(finished) < cfg.max_shards):
-        made = add_shards(cfg, files, finished)
-    shards = finished + made
-    tokens = sum(shard.tokens for shard in shards)
+    lock = lock_folder("local_dir", cfg.local_dir)  # noqa: F841  lasts until this function returns
+    shards = find_finished(cfg, files)
+    if not 0 < cfg.max_shards <= len(shards):
+        try:
+            add_shards(cfg, files, shards)
+        except OSError as e:
+            raise UserError(f"local_dir={cfg.local_dir} cannot be written ({summary_of(e)}): free "
+                            f"disk space or allow writing, and repeat the command to resume after "
+                            f"the last finished shard.") from None
+    tokens = sum(entry["tokens"] for entry in shards)
     if len(shards) < 2:
-        raise UserError(f"source={cfg.source} has {tokens:,} tokens ({TEXT!r} in its "
-                        f"{', '.join(SUFFIXES)} files): with a validation shard of "
-                        f"{cfg.shard_size:,} there is nothing to train on. Use more text, a larger "
-                        f"--max_shards, or --shard_size={tokens // 10 + 1} for ten shards.")
-    documents = sum(shard.documents for shard in shards)
-    print(f"{folder}/: {documents:,} documents, {tokens:,} tokens in {len(shards)} shards\n"
-          f"This run: {sum(shard.tokens for shard in made):,} tokens\n"
-          f"To train on them: python train_gpt2.py --data={folder} --encoding={cfg.encoding}")
+        smaller = max(1025, tokens // 10 + 1)
+        advice = f", or --shard_size={smaller}" if tokens > smaller else ""
+        raise UserError(f"{cfg.local_dir}/ holds {tokens:,} tokens, at most a validation shard, so "
+                        f"there is nothing to train on. Use more text in {', '.join(SUFFIXES)} "
+                        f"files, a larger --max_shards{advice}.")
+    print(f"{cfg.local_dir}/: {sum(entry['documents'] for entry in shards):,} documents, "
+          f"{tokens:,} tokens in {len(shards)} shards\nTo train on them: python train_gpt2.py "
+          f"{shlex.quote(f'--data={cfg.local_dir}')} --encoding={cfg.encoding}")
 
 # -------------------------------------------------------------------------------- command line
+def end_at_once(signal_number, frame):
+    """Handle Ctrl-C and SIGTERM: print one line and end the process, whatever it is doing.
+
+    Raising KeyboardInterrupt is not safe. If it arrives while a library holds a lock, the lock
+    may stay locked, and the process hangs during clean-up. No clean-up is needed here: finished
+    shards are on the disk, the next run replaces a half-written file, and the operating system
+    releases the folder's lock.
+    """
+    os.write(2, b"\nStopped. Repeat the command to resume after the last finished shard.\n")
+    os._exit(128 + signal_number)
+
 def main():
     """Do what the command line asks. Return the exit status: None or an error message."""
-    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
-    for signal_number in STOP_SIGNALS:
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
+    for signal_number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(signal_number, end_at_once)
+    logging.disable(logging.CRITICAL)  # `datasets` logs a line for each attempt to reach the hub
     # tqdm's default lock is a semaphore, which Python may report as leaked after end_at_once(). An
     # RLock avoids this.
     tqdm.set_lock(threading.RLock())
-    for_users = __doc__.rpartition("\n\n")[0]  # the last paragraph is for readers of the code
     try:
-        make_shards(make_config(Config, parse_flags(Config, for_users)))
+        # The last paragraph of the docstring is for readers of the code
+        given = parse_flags(Config, __doc__.rpartition("\n\n")[0])
+        # This thread only waits, so that it can handle a signal at once. Inside a library that
+        # waits for the network, it could not.
+        ThreadPoolExecutor(1).submit(make_shards, Config(**given)).result()
     except UserError as e:
         return f"fineweb.py: {e}"
 

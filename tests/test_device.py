@@ -11,8 +11,8 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import TINY, Forked, device_type, load, read_log, succeed, write_text
-from test_model import ids, small, stub_run
+from conftest import (
+    TINY, Forked, device_type, ids, load, read_log, signal_at, small, stub_run, succeed, write_text)
 
 import train_gpt2 as t
 
@@ -30,7 +30,7 @@ def test_auto_selects_the_dtype_that_the_hardware_is_fast_in(monkeypatch):
         monkeypatch.setattr(torch.cuda, "get_device_capability", mock.Mock(return_value=capability))
         assert t.pick_dtype("auto", gpu) == dtype and t.pick_compile("auto", gpu) == compiled
     found.return_value = None  # as on Windows
-    assert not t.pick_compile("auto", gpu) and t.pick_compile("True", gpu)
+    assert not t.pick_compile("auto", gpu) and t.pick_compile(True, gpu)
     for capabilities, dtype in (({}, torch.float32), ({"amx_bf16": True}, torch.bfloat16)):
         monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)  # noqa: B023
         assert t.pick_dtype("auto", cpu) == dtype
@@ -42,45 +42,26 @@ def test_auto_selects_the_fastest_device_that_processes_can_share(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(ctypes, "CDLL", library := mock.Mock())
     assert t.set_up_device("auto") == torch.device("mps")
-    monkeypatch.setattr(t, "world_size", lambda: 2)
+    monkeypatch.setattr(t, "WORLD_SIZE", 2)
     assert t.set_up_device("auto") == torch.device("cpu")
     assert [call.args for call in library().mallopt.mock_calls] == [(-4, 0), (-1, -1)]
     library.side_effect = OSError("libc.so.6: no such file")  # as on macOS
     assert t.set_up_device("cpu") == torch.device("cpu")
 
-def fake_gpus(monkeypatch, number, error=None):
-    """Let torch.cuda report this number of GPUs, on which the first kernel may raise `error`."""
-    facts = dict(is_available=True, device_count=number, get_device_name="Old", set_device=None)
-    for name, value in facts.items():
-        monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
-    monkeypatch.setattr(torch, "ones", mock.Mock(side_effect=error))
-    monkeypatch.setattr(torch, "set_float32_matmul_precision", mock.Mock())
-
 def test_each_process_uses_its_own_gpu_with_tf32(monkeypatch):
-    """LOCAL_RANK selects the GPU. If there are fewer GPUs than processes, a message says so."""
     monkeypatch.setenv("LOCAL_RANK", "3")
-    fake_gpus(monkeypatch, 4)
-    assert t.set_up_device("auto") == torch.device("cuda", 3)
-    torch.cuda.set_device.assert_called_with(torch.device("cuda", 3))
-    torch.set_float32_matmul_precision.assert_called_with("high")
-    fake_gpus(monkeypatch, 2)  # NCCL itself would only report "invalid usage"
-    with pytest.raises(t.UserError, match=r"no cuda:3: torch sees 2 GPU.*--nproc_per_node"):
-        t.set_up_device("auto")
-
-def test_a_gpu_that_torch_has_no_code_for_is_reported(monkeypatch):
-    """The first kernel is tried at the start. If it fails, a message names the GPU and a remedy."""
-    fake_gpus(monkeypatch, 1)
-    assert t.set_up_device("cuda") == torch.device("cuda", 0)
-    torch.ones.assert_called_once_with(1, device=torch.device("cuda", 0))
-    fake_gpus(monkeypatch, 1, torch.AcceleratorError("CUDA error: no kernel image\nFor debugging"))
-    said = r"fails on Old \(CUDA error: no kernel image\)\. If .* install"
-    with pytest.raises(t.UserError, match=said):
-        t.set_up_device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen := mock.Mock())
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", precision := mock.Mock())
+    for name, index in (("auto", 3), ("cuda", 3), ("cuda:1", 1)):
+        assert t.set_up_device(name) == torch.device("cuda", index)
+        chosen.assert_called_with(torch.device("cuda", index))
+        precision.assert_called_with("high")
 
 def test_a_gpu_that_torch_does_not_see_is_reported(tmp_path, monkeypatch, capsys):
     """If nvidia-smi is installed but torch sees no GPU, a line says why the CPU is used.
 
-    With --device=cuda the run is refused for this reason. An unknown device is refused, too.
+    With --device=cuda the run is refused for this reason.
     """
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh")
     (tmp_path / "nvidia-smi").chmod(0o755)
@@ -91,9 +72,6 @@ def test_a_gpu_that_torch_does_not_see_is_reported(tmp_path, monkeypatch, capsys
     assert re.match(f"!!! Training on the CPU: {said}", capsys.readouterr().out)
     with pytest.raises(t.UserError, match=f"device=cuda:0: {said}"):
         t.set_up_device("cuda")
-    says = "device=xla is unknown: use auto, cuda, cuda:1, mps or cpu"
-    with pytest.raises(t.UserError, match=says):
-        t.set_up_device("xla")
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -104,24 +82,25 @@ def test_a_float16_step_that_overflowed_changes_no_weight(bad, optimizer):
     same scale.
     """
     cfg = t.Config(optimizer=optimizer, B=4, T=32, total_batch_size=128, warmup_steps=0)
-    exact = [x.item() for x in t.train_step(stub_run(small(), cfg, ids(T=33)))]
+    exact = t.train_step(stub_run(small(), cfg, ids(T=33)))
     run, seen = stub_run(small(), cfg, ids(T=33), float16=True), []
-    state, weight = run.state, run.state.raw_model.transformer.h[0].attn.c_attn.weight
+    weight = run.model.transformer.h[0].attn.c_attn.weight
     hook = weight.register_hook(lambda grad: seen.append(grad.norm().item()))
-    assert [x.item() for x in t.train_step(run)] == pytest.approx(exact, rel=1e-4)
-    assert seen[0] > 100 and run.autocast().__enter__.called
+    assert t.train_step(run) == pytest.approx(exact, rel=1e-4)
+    assert seen[0] > 100
     hook.remove()
-    before = [p.clone() for p in state.raw_model.parameters()]
+    before = [p.clone() for p in run.model.parameters()]
     hook = weight.register_hook(lambda grad: torch.full_like(grad, bad))
     t.train_step(run)
-    assert all(map(torch.equal, before, state.raw_model.parameters()))
-    assert state.scaler.get_scale() == 2**15
-    again = stub_run(small(), cfg, ids(T=33), float16=True).state
-    again.load_state_dict(state.state_dict())
+    assert all(map(torch.equal, before, run.model.parameters()))
+    assert run.scaler.get_scale() == 2**15
+    again = stub_run(small(), cfg, ids(T=33), float16=True)
+    run.train_loader.shards = again.train_loader.shards = []
+    t.restore(again, t.checkpoint_of(run))
     assert (again.scaler.get_scale(), again.step) == (2**15, 2)
     hook.remove()
     t.train_step(run)
-    assert not any(map(torch.equal, before, state.raw_model.parameters()))
+    assert not any(map(torch.equal, before, run.model.parameters()))
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_each_dtype_gets_the_settings_that_it_needs(tmp_path, monkeypatch, dtype):
@@ -131,25 +110,24 @@ def test_each_dtype_gets_the_settings_that_it_needs(tmp_path, monkeypatch, dtype
     overflow. On a CPU, flash attention is off in bfloat16 with short rows, where it is slow. With
     dropout, cuDNN's attention is off, because it drops too few values.
     """
-    monkeypatch.setattr(t, "catch_signals", mock.Mock())
+    monkeypatch.setattr(t, "stop_on_signals", mock.Mock())
     monkeypatch.setattr(t.GPT, "compile", compiled := mock.Mock())
     monkeypatch.setattr(torch.backends.cuda, "enable_flash_sdp", flash := mock.Mock())
     monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", cudnn := mock.Mock())
     constants = TINY | dict(optimizer="muon", dtype=dtype, compile=dtype != "float32",
                             dropout=0.1 * (dtype == "float16"))
     cfg = t.Config(data=str(write_text(tmp_path)), log_dir=str(tmp_path / "log"), **constants)
-    start = t.StartingPoint()
-    run = t.set_up(cfg, start, torch.device("cpu"))
-    assert run.state.optimizers[1].dtype == getattr(torch, {"float16": "float32"}.get(dtype, dtype))
-    assert run.state.scaler.is_enabled() == (dtype == "float16")
+    run = t.set_up(cfg, {}, torch.device("cpu"))
+    assert run.optimizers[1].dtype == getattr(torch, {"float16": "float32"}.get(dtype, dtype))
+    assert run.scaler.is_enabled() == (dtype == "float16")
     assert compiled.called == (dtype != "float32")
     flash.assert_called_once_with(dtype != "bfloat16")  # T is 16
     cudnn.assert_called_once_with(dtype != "float16")
     t.choose_attention_kernels(t.Config(), torch.device("cpu"), torch.bfloat16)
     flash.assert_called_with(True)
     with run.autocast():
-        assert str(run.state.raw_model.lm_head(torch.ones(16)).dtype) == f"torch.{dtype}"
-    run.folder.close()
+        assert str(run.model.lm_head(torch.ones(16)).dtype) == f"torch.{dtype}"
+    run.log.close()
 
 def test_sampling_uses_neither_gradients_nor_cudnns_attention(monkeypatch):
     """Other forward passes use both."""
@@ -166,8 +144,7 @@ def test_sampling_uses_neither_gradients_nor_cudnns_attention(monkeypatch):
 def test_a_run_in_each_dtype_is_close_to_one_in_float32(tmp_path, dtype):
     """The losses of a run in 16 bits are close to those in float32, but not equal to them.
 
-    The run prints samples, is stopped, and continues. In float16 its losses are scaled. On a GPU
-    the model is compiled in bfloat16.
+    The run prints samples, is stopped, and continues. On a GPU the model is compiled in bfloat16.
     """
     compiled = device_type() == "cuda" and dtype == "bfloat16"
     write_text(tmp_path)
@@ -175,10 +152,11 @@ def test_a_run_in_each_dtype_is_close_to_one_in_float32(tmp_path, dtype):
     for out in ("from step 0 on", "from step 13 on"):
         # transformers is not hidden, because the compiler looks into every imported module
         run = Forked(tmp_path / dtype, dtype=dtype, sample_every=10, compile=compiled,
-                     hide=["matplotlib"], arrange={"signal_at": (signal.SIGTERM, 12)})
+                     hide=["matplotlib"], arrange=[(signal_at, signal.SIGTERM, 12)])
         assert run.wait(300) == 0 and out in run.out, run.err
     a, b = read_log(exact.log_dir), read_log(run.log_dir)
+    a, b = ({key: log[key] for key in log if key[1] != "norm"} for log in (a, b))
     # Equal losses would mean that matrices are still multiplied in float32
     assert a.keys() == b.keys() and 0 < max(abs(a[key] - b[key]) for key in a) < 0.05
-    scaler = load(run.log_dir / "checkpoint_00030.pt")["state"]["scaler"]
+    scaler = load(run.log_dir / "checkpoint_00030.pt")["scaler"]
     assert (dtype == "float16") == bool(scaler and scaler["scale"] > 0)
