@@ -629,15 +629,16 @@ def evaluate(run):
     cfg, step = run.cfg, run.step
     if due(cfg.eval_every, run):
         loss = validation_loss(run)
-        bits_per_byte = loss * run.tokens_per_byte / math.log(2)
-        report(run, step, "val", loss, note=f" ({bits_per_byte:.4f} bits per byte)")
+        report(run, step, "val", loss, note=f" ({loss * run.tokens_per_byte / math.log(2):.4f} "
+                                            "bits per byte)")
         if run.seconds:
             report(run, step, "tok/s", cfg.total_batch_size / statistics.median_low(run.seconds))
             run.seconds = []
         if step > 0 or cfg.init_from != "scratch":  # the seed determines the initial weights
-            if loss < run.best_loss:
+            is_best = loss < run.best_loss
+            if is_best:
                 run.best_loss, run.best_step = loss, step
-            save(run)
+            save(run, overwrite=is_best)
     if due(cfg.hellaswag_every, run) and run.hellaswag:
         import hellaswag  # here, since only this evaluation needs hellaswag.py
         with run.autocast():
@@ -757,8 +758,8 @@ def find_checkpoints(folder):
 def best_checkpoint(source):
     """Return the path of the checkpoint with the lowest validation loss in a run's folder.
 
-    If no checkpoint was validated, return the newest one. If the source is a .pt file, return its
-    path. If it is neither a .pt file nor a run's folder, return None.
+    Without validations, return the newest one. Return the path of a .pt file itself, and None for
+    any other source.
     """
     if str(source).endswith(".pt"):
         return Path(source)
@@ -779,15 +780,15 @@ def read_checkpoint(path):
         raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}): if it is "
                         "damaged, delete it.") from None
 
-def save(run):
-    """Write a checkpoint in the background, unless this step has one already.
+def save(run, overwrite=False):
+    """Write a checkpoint in the background, unless this step has one already and not `overwrite`.
 
     Training waits only for the previous save and for the copy to host memory.
     """
     if RANK == 0:
         if run.last_save:
             run.last_save.result()
-        if run.step not in find_checkpoints(run.cfg.log_dir):
+        if overwrite or run.step not in find_checkpoints(run.cfg.log_dir):
             run.last_save = run.writer.submit(
                 write_checkpoint, run.cfg, to_host(checkpoint_of(run)))
 
@@ -1001,12 +1002,11 @@ def join_processes(device):
         device_id=gpu, timeout=datetime.timedelta(hours=1))  # others wait while rank 0 samples
 
 def stop_on_signals(run):
-    """Make Ctrl-C, SIGTERM and SIGHUP (the terminal was closed, without nohup) set run.stop."""
+    """Make Ctrl-C, SIGTERM and SIGHUP set run.stop. A second one ends the process at once."""
     def receive(number, frame):
         run.stop = True
         print0("Stopping after this step is finished and saved.")
-        if "RANK" not in os.environ:  # torchrun passes signals on, so each may come twice
-            # A second signal ends the process at once
+        if "RANK" not in os.environ:  # under torchrun, the same signal may come twice
             signal.signal(number, signal.SIG_DFL)
     for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
         if signal.getsignal(number) != signal.SIG_IGN:

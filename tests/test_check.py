@@ -12,7 +12,7 @@ from conftest import ENV, ROOT, TINY, ids, shake, small, until
 
 FLAGS = [f"--{name}={value}" for name, value in TINY.items()
          if name not in ("max_steps", "eval_every", "print_every", "hellaswag_every", "dtype")]
-FLAGS += ["--max_steps=8", f"--data={ROOT / 'input.txt'}"]
+FLAGS += ["--max_steps=8", f"--data={ROOT / 'input.txt'}", "--device=cpu"]
 
 def copied(folder, *replacements):
     """Copy the scripts and check.py to a folder, with replacements (old, new) in train_gpt2.py."""
@@ -65,7 +65,7 @@ def test_an_edit_that_breaks_promises_is_reported(tmp_path):
     assert "ln_1.weight is in 0 optimizer groups" in lines["trains"]
     assert "not checked (train_gpt2.py, line" in lines["samples"]
     assert "if temperature == 0 and 1 / 0: (ZeroDivisionError" in lines["samples"]
-    assert lines["causal"].endswith(": holds")
+    assert lines["saved"].endswith(": holds")
 
 def test_a_script_that_does_not_train_is_reported(tmp_path):
     command = copied(tmp_path, ("        x = self.transformer.ln_f(x)\n", "        x = x.foo()\n"))

@@ -58,6 +58,16 @@ def test_each_process_uses_its_own_gpu_with_tf32(monkeypatch):
         chosen.assert_called_with(torch.device("cuda", index))
         precision.assert_called_with("high")
 
+@pytest.mark.parametrize("device, backend", [("cpu", "gloo"), ("cuda:3", "nccl")])
+def test_processes_on_gpus_use_nccl(monkeypatch, device, backend):
+    """They wait for an hour, since the others wait while rank 0 samples or exports."""
+    monkeypatch.setattr(t.dist, "rendezvous", lambda url: iter([(mock.Mock(), 0, 2)]))
+    monkeypatch.setattr(t.dist, "PrefixStore", mock.Mock())
+    monkeypatch.setattr(t.dist, "init_process_group", init := mock.Mock())
+    t.join_processes(torch.device(device))
+    words = init.call_args.kwargs
+    assert words["backend"] == backend and words["timeout"].total_seconds() >= 3600
+
 def test_a_gpu_that_torch_does_not_see_is_reported(tmp_path, monkeypatch, capsys):
     """If nvidia-smi is installed but torch sees no GPU, a line says why the CPU is used.
 

@@ -61,7 +61,8 @@ EDITS = {
         "        self.eval()  #": "        self.transformer.h[0].requires_grad_(False)\n"
                                   "        self.eval()  #"}),
     "a new constant": (EXPORTED, {
-        "    max_steps: int =": "    power: float = 1.0  # exponent of the decay\n    max_steps: int =",
+        "    max_steps: int =":
+            "    power: float = 1.0  # exponent of the decay\n    max_steps: int =",
         "remaining = 1 - progress": "remaining = (1 - progress) ** cfg.power"}),
     "an average of the weights": (UNCHANGED, {
         "    stop: bool = False": "    average: dict = field(default_factory=dict)\n"
@@ -73,8 +74,8 @@ EDITS = {
             "    for name, average in checkpoint['average'].items():\n"
             "        run.average[name] = average.to(run.device)\n"}),
     "a new metric": (UNCHANGED, {
-        '        report(run, step, "norm", norm)\n':
-            '        report(run, step, "norm", norm)\n        report(run, step, "ratio", norm / loss)\n'})}
+        'report(run, step, "norm", norm)\n':
+            'report(run, step, "norm", norm)\n        report(run, step, "ratio", norm / loss)\n'})}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):

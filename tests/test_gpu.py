@@ -25,37 +25,54 @@ def folder(tmp_path_factory):
     return folder
 
 def forbid_waits(t, first_step):
-    """Let train_step() raise RuntimeError if it waits for the GPU before its end.
+    """Let train_step() and validation_loss() fail if they wait for the GPU more than once.
 
-    The wait for the loss and the norm, which is in Tensor.tolist(), is allowed.
+    The wait that is allowed is the one for their results, in Tensor.tolist() or Tensor.item().
     """
     warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
-    real_step, real_tolist = t.train_step, torch.Tensor.tolist
+    mode, waits = "default", []
 
-    def train_step(run):
-        if run.step >= first_step:
-            torch.cuda.set_sync_debug_mode("error")
-        try:
-            return real_step(run)
-        finally:
+    def set_mode(value):
+        nonlocal mode
+        mode = value
+        torch.cuda.set_sync_debug_mode(mode)
+
+    def forbid(name):
+        real = getattr(t, name)
+
+        def function(run):
+            waits.clear()
+            set_mode("error" if run.step >= first_step else "default")
+            result = real(run)
+            set_mode("default")
+            assert len(waits) == 1, waits
+            return result
+        setattr(t, name, function)
+
+    def note(name):
+        real = getattr(torch.Tensor, name)
+
+        def wait(tensor):
+            if tensor.is_cuda:
+                waits.append(name)
             torch.cuda.set_sync_debug_mode("default")
-
-    def tolist(tensor):
-        torch.cuda.set_sync_debug_mode("default")
-        return real_tolist(tensor)
-    t.train_step, torch.Tensor.tolist = train_step, tolist
+            value = real(tensor)
+            torch.cuda.set_sync_debug_mode(mode)
+            return value
+        setattr(torch.Tensor, name, wait)
+    forbid("train_step"), forbid("validation_loss"), note("tolist"), note("item")
 
 @GPU
 @pytest.mark.parametrize("n", [1, 2])
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_step_waits_for_the_gpu_only_at_its_end(folder, n, optimizer, dtype):
+def test_a_step_and_a_validation_wait_for_the_gpu_only_once(folder, n, optimizer, dtype):
     """A step of 8 micro-steps, or 4 on each of two GPUs, waits only for its loss and norm.
 
-    The first two steps are not checked. In them, DDP builds its buckets.
+    In the first two steps, other waits are allowed, since DDP builds its buckets.
     """
     train(n, folder / f"waits {n} {optimizer} {dtype}", optimizer=optimizer, dtype=dtype,
-          arrange=[(forbid_waits, 2)], B=1, max_steps=6, eval_every=0)
+          arrange=[(forbid_waits, 2)], B=1, max_steps=6, eval_every=3)
 
 def count_graphs(t, path):
     """Write a line to `path` for each graph that torch.compile makes, and run the graph eagerly."""

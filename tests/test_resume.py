@@ -235,10 +235,12 @@ def test_a_step_is_saved_before_it_is_sampled_and_scored(place, name):
     assert run.wait() == 1 and run.err.endswith("RuntimeError: no answer\n"), run.err
     assert names(run.log_dir) == [10]
 
-def limit_files(t, step):
-    """From this step on, no file may become larger than 20 kB, as if the disk were full."""
-    limit = resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY)
-    before_steps(t, [step], lambda run: resource.setrlimit(*limit))
+def limit_files(t, first, last=STEPS):
+    """In these steps, no file may become larger than 20 kB, as if the disk were full."""
+    def act(run):
+        small = 20_000 if run.step < last else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (small, resource.RLIM_INFINITY))
+    before_steps(t, [first, last], act)
 
 def test_a_full_disk_does_not_stop_training(place, reference):
     """A line reports each save that fails, and earlier checkpoints are kept.
@@ -250,9 +252,15 @@ def test_a_full_disk_does_not_stop_training(place, reference):
     assert run.wait() == 1
     one_line(run.err, f"Step {STEPS} is not saved in log_dir={run.log_dir}: free some space")
     assert re.search("!!! NOT SAVED at step 15: .*too large.*   29/30 train", run.out, re.S)
+    assert run.out.count(" saved ") == 2  # at steps 5 and 10
     assert names(run.log_dir) == [10] and not list(run.log_dir.glob("*.part"))
     start_again(run.log_dir)
     assert_same(run.log_dir, reference)
+
+def test_nothing_is_deleted_if_the_best_step_could_not_be_saved(place):
+    """Otherwise, the best of the earlier checkpoints would be lost."""
+    run = succeed(start(place / "full once", arrange=[(rise_after, 15), (limit_files, 12, 16)]))
+    assert run.out.count("NOT SAVED") == 1 and names(run.log_dir) == [10, 20, 25, 30]
 
 @pytest.mark.parametrize("changes", [
     dict(max_lr=1e30, warmup_steps=0, grad_clip=0.0), dict(arrange=[(poison_at, 7)])])
@@ -312,18 +320,17 @@ def test_a_refused_start_changes_nothing(halfway):
     """
     folder = halfway("refused")
     newest, marker = folder / "checkpoint_00013.pt", folder / "the bomb went off"
-    content, bomb = newest.read_bytes(), io.BytesIO()
+    content, bomb, delete = newest.read_bytes(), io.BytesIO(), f"{newest} cannot be read .* delete"
     torch.save(load(newest) | {"more": Bomb(marker)}, bomb)
     for changes, damaged, said in (
             (dict(max_lr=0.5, seed=7), content, "max_lr was 0.01, is 0.5; seed was 1337, is 7"),
-            ({}, content[:-100], f"{newest} cannot be read as a checkpoint"),
-            ({}, bytes(len(content)), "delete it"), ({}, b"", "delete it"),
-            ({}, pickle.dumps(Bomb(marker), protocol=2), "delete it"), ({}, bomb.getvalue(), "delete it")):
+            ({}, content[:-100], delete), ({}, bytes(len(content)), delete), ({}, b"", delete),
+            ({}, pickle.dumps(Bomb(marker), protocol=2), delete), ({}, bomb.getvalue(), delete)):
         newest.write_bytes(damaged)
         before = snapshot(folder)
         run = start(folder, **changes)
         assert run.wait() == 1
-        one_line(run.err, said)
+        assert re.search(said, one_line(run.err))
         assert snapshot(folder) == before  # so the bomb did not go off
     newest.unlink()
     assert "from step 10 on" in start_again(folder).out
