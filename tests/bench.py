@@ -72,10 +72,10 @@ sys.path.insert(0, sys.argv.pop(1))
 import train_gpt2 as t
 
 def timed(save, wait):
-    def timed_save(first, *more):
+    def timed_save(first, *more, **words):
         wait(first)
         start = time.perf_counter()
-        save(first, *more)
+        save(first, *more, **words)
         print("delay", time.perf_counter() - start, flush=True)
     return timed_save
 
