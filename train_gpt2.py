@@ -259,7 +259,7 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Append sampled tokens to the token ids idx (B, T). Return (B, T + max_new_tokens).
 
-        With top_k=k, sample from the k most likely tokens; with temperature 0, take the first.
+        With top_k=k, sample from the k most likely tokens; with temperature 0, the likeliest.
         """
         if temperature == 0:
             temperature, top_k = 1.0, 1
@@ -603,7 +603,7 @@ def train_step(run):
     # for each one alone, but clipping by an infinite norm has spoilt the gradients of all)
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
-        for group in optimizer.param_groups:  # initial_lr is the lr that the group was built with
+        for group in optimizer.param_groups:  # set_up() stores initial_lr, the lr it began with
             group["lr"] = group["initial_lr"] * get_lr(run.step, cfg) / cfg.max_lr
         if not overflowed:
             run.scaler.step(optimizer)
@@ -634,7 +634,7 @@ def evaluate(run):
         if run.seconds:
             report(run, step, "tok/s", cfg.total_batch_size / statistics.median_low(run.seconds))
             run.seconds = []
-        if step > 0 or cfg.init_from != "scratch":  # the seed determines the initial weights
+        if step > 0 or cfg.init_from != "scratch":  # not saved: the seed determines these weights
             is_best = loss < run.best_loss
             if is_best:
                 run.best_loss, run.best_step = loss, step
@@ -745,7 +745,7 @@ def load_weights(model, weights, source):
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:
-        # The first line is only a heading
+        # The last line names a weight, the first one is only a heading
         raise UserError(f"The weights in {source} do not fit the model in train_gpt2.py "
                         f"({str(e).splitlines()[-1].strip()}): use the code that they were made "
                         "with.") from None
@@ -816,7 +816,7 @@ def write_checkpoint(cfg, checkpoint):
         return
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
     found = find_checkpoints(cfg.log_dir)
-    if best_step is None or best_step in found:  # if a full disk prevented that, delete nothing
+    if best_step is None or best_step in found:  # if the best is not on disk, keep all
         for other in found.keys() - {step, best_step}:
             if not cfg.keep_every or other % cfg.keep_every:
                 found[other].unlink()
@@ -948,7 +948,7 @@ def check_same_logits(model, hf_model):
     """Raise ValueError if two models on the CPU, ours and a Hugging Face one, do not agree."""
     c = model.config
     idx = torch.randint(c.vocab_size, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = c.vocab_size - 1  # <|endoftext|>, where our attention may stop
+    idx[0, c.block_size // 2] = c.vocab_size - 1  # <|endoftext|>, where edits may stop attention
     theirs = hf_model.float().eval()(idx).logits
     differences = (model(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:  # also true for NaN
@@ -1002,7 +1002,7 @@ def join_processes(device):
         device_id=gpu, timeout=datetime.timedelta(hours=1))  # others wait while rank 0 samples
 
 def stop_on_signals(run):
-    """Make Ctrl-C, SIGTERM and SIGHUP set run.stop. A second one ends the process at once."""
+    """Make Ctrl-C, SIGTERM and SIGHUP set run.stop. Without torchrun, a second one ends it."""
     def receive(number, frame):
         run.stop = True
         print0("Stopping after this step is finished and saved.")
@@ -1191,7 +1191,7 @@ def begin(run, resumed):
     if resumed and kept.exists() and kept.read_bytes() != code:
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
         before = folder / f"train_gpt2_before_{run.step:05d}.py"
-        if not before.exists():  # otherwise the copy that is there took no step that was kept
+        if not before.exists():  # otherwise the code in `kept` has saved no step since then
             kept.rename(before)
     write_whole(kept, lambda file: file.write(code))
     run.log = open(folder / "log.txt", "ab" if resumed else "wb", buffering=0)
