@@ -60,8 +60,8 @@ class UserError(Exception):
     """An error that the user can correct. main() prints its message instead of a traceback."""
 
 def summary_of(error):
-    """Return the first line of an exception's text, or its class name, at most 160 characters."""
-    return [*str(error).strip().splitlines(), type(error).__name__][0].rstrip(".: ")[:160]
+    """Return the first line of an exception's text or its class name, cut to 160 characters."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")[:160]
 
 def encoding_arguments(name):
     """Return the arguments of tiktoken.Encoding for the encoding called `name`.
@@ -169,6 +169,10 @@ def lock_folder(name, folder):
                         f"which files can be written.") from None
     return lock
 
+def read_choice(text):
+    """Convert "true" and "false", in lower or upper case, to bool. Return other texts unchanged."""
+    return {"true": True, "false": False}.get(text.lower(), text)
+
 def parse_flags(cls, doc, presets=None):
     """Parse the command line; return {name: value} of the flags that were given.
 
@@ -176,7 +180,7 @@ def parse_flags(cls, doc, presets=None):
     prints the comment at the end of its line.
     doc: the text that --help prints above the flags.
     presets: {name: {field: value}}. --help prints these values after the default.
-    Raise UserError for an unknown flag or a value of another type.
+    Raise UserError for an unknown flag or a value of the wrong type.
     """
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -190,9 +194,7 @@ def parse_flags(cls, doc, presets=None):
         parser.add_argument(
             f"--{field.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"),
             choices=choices, metavar="|".join(map(str, choices or ["X"])),
-            # With choices, "True" and "False" in any case are bools, and other texts stay texts
-            type=(lambda text: {"true": True, "false": False}.get(text.lower(), text))
-            if choices else field.type)
+            type=read_choice if choices else field.type)
 
     def refuse(message):
         raise UserError(f"{message} (--help lists every flag).")
@@ -200,14 +202,15 @@ def parse_flags(cls, doc, presets=None):
     return vars(parser.parse_args())
 
 # ----------------------------------------------------------------------------------- documents
-# Find the files of the corpus and stream their rows. A row is a row of a parquet file or a line of
-# a jsonl file, and holds one document.
+# Find the files of the corpus and stream their documents. Each row of a parquet file and each line
+# of a jsonl file holds one document, and both are called rows here.
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
 
 def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
 
-    Leave out hidden files and folders. Files with other endings are listed in one line.
+    Hidden files and folders are left out. If a local folder also has files that do not end in
+    SUFFIXES, their names are printed.
     Raise UserError if `source` is neither a local folder nor a dataset that can be reached.
     """
     if os.path.isdir(source):
@@ -229,31 +232,33 @@ def find_files(source, remote_name):
                         f"HF_ENDPOINT=https://hf-mirror.com.") from None
 
 def open_stream(url):
-    """Return an IterableDataset with the rows of a file in "text".
+    """Return an IterableDataset with the rows of a file. A row is a dict with the key "text".
 
-    Rows of a parquet file are bytes or None, because a column of strings may hold bytes that are
-    not UTF-8. Rows of other files are lines, not yet parsed, because the builder "json" does not
-    accept lines with different keys.
+    In a parquet file, the value is bytes or None, because a column of strings may hold bytes that
+    are not UTF-8. In other files, it is a whole line, because the format "json" of `datasets` does
+    not accept lines with different keys.
     """
     import datasets
-    datasets.config.TORCH_AVAILABLE = False  # otherwise it imports torch: 2 seconds and 150 MB
-    datasets.config.STREAMING_READ_MAX_RETRIES = 5  # it would wait for up to 20 minutes with 20
-    options = dict(path="text", encoding_errors="replace")
+    datasets.config.TORCH_AVAILABLE = False  # otherwise it imports torch, in 2 s and 150 MB
+    datasets.config.STREAMING_READ_MAX_RETRIES = 5  # with the default, 20, it may wait 20 minutes
+    file_format, options = "text", dict(encoding_errors="replace")
     if url.endswith(".parquet"):
-        options = dict(path="parquet", columns=["text"], batch_size=64,
-                       features=datasets.Features({"text": datasets.Value("large_binary")}))
-    return datasets.load_dataset(data_files=glob.escape(url), split="train", streaming=True,
-                                 **options)
+        file_format, options = "parquet", dict(
+            columns=["text"], batch_size=64,
+            features=datasets.Features({"text": datasets.Value("large_binary")}))
+    return datasets.load_dataset(file_format, data_files=glob.escape(url), split="train",
+                                 streaming=True, **options)
 
-def text_of(row):
-    """Return the text in a row from open_stream(), or "" if it has none.
+def text_of(value):
+    """Return the text of a document, "" if it is empty. value: row["text"] from open_stream().
 
-    Raise ValueError if the row is a line that is not a JSON object with a text.
+    Raise ValueError if the value is a line, but not a JSON object whose "text" is a string or null.
     """
-    if not isinstance(row, str):
-        return (row or b"").decode("utf-8", "replace")
-    document = json.loads(row.strip("\ufeff \t\n\v\f\r") or '{"text": ""}')
-    if not isinstance(document, dict) or not isinstance(document.get("text", 0), str | None):
+    if not isinstance(value, str):  # from a parquet file
+        return (value or b"").decode("utf-8", "replace")
+    document = json.loads(value.strip("\ufeff \t\n\v\f\r") or '{"text": ""}')
+    if not (isinstance(document, dict) and "text" in document
+            and isinstance(document["text"], str | None)):
         found = [*document] if isinstance(document, dict) else document
         raise ValueError(f"a string with the key 'text' is needed, and there is {found}")
     # Replace lone surrogates (for example half of an emoji), which tiktoken does not accept
@@ -262,18 +267,18 @@ def text_of(row):
 def read_batches(urls, start):
     """Yield (file number, number of the first row, texts) for each batch of 64 rows.
 
-    start: an entry of the manifest, which names the "file" and the "row" to start at.
+    start: where to start, as {"file": number of a file, "row": number of a row in it}.
     Raise UserError if a file cannot be read.
     """
     row = start["row"]
     for number in range(start["file"], len(urls)):
         try:
             for batch in open_stream(urls[number]).skip(row).iter(batch_size=64):
-                texts = []
-                for content in batch["text"]:
-                    texts.append(text_of(content))
-                    row += 1
-                yield number, row - len(texts), texts
+                first_row, texts = row, []
+                for value in batch["text"]:
+                    texts.append(text_of(value))
+                    row += 1  # one at a time, because the message below names the row
+                yield number, first_row, texts
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
             raise UserError(f"{urls[number]} cannot be read from row {row + 1} on "
                             f"({type(e).__name__}: {' '.join(str(e).split())[:160]}): repair the "
@@ -282,8 +287,9 @@ def read_batches(urls, start):
 
 # ------------------------------------------------------------------------------------- shards
 # Tokenize batches in threads and cut their tokens into shards. manifest.json lists the finished
-# shards, where each ends in the corpus, and the settings that determine their content. With it, a
-# run resumes where the last one stopped.
+# shards, the place in the corpus where each of them ends, and the settings that determine their
+# content. For example, {"file": 2, "row": 300, "used": 1200} is the place 1,200 tokens into the
+# batch that begins at row 300 of file 2. A run that is resumed starts at the last place.
 def tokenize(texts, encoding):
     """Return the tokens (n,) of a list of texts, each text after an <|endoftext|> token.
 
@@ -292,11 +298,11 @@ def tokenize(texts, encoding):
     """
     parts = [np.append(encoding.eot_token, encode(encoding, text))
              for text in texts if text.strip()]
-    # Without the empty list, concatenate() would fail if all texts are blank. All ids fit the dtype
+    # The empty list is for batches of blank texts. "unsafe" is safe here, because all ids fit
     return np.concatenate([[], *parts], dtype=token_dtype(encoding), casting="unsafe")
 
 def tokenize_all(batches, encoding, nprocs):
-    """Tokenize batches in nprocs threads. tiktoken releases Python's lock while it works.
+    """Tokenize batches in nprocs threads. tiktoken releases the GIL while it works.
 
     For each batch, yield (file number, first row, Future of its tokens), in the order of the
     batches. At most 3 * nprocs batches are in memory.
@@ -312,14 +318,14 @@ def tokenize_all(batches, encoding, nprocs):
 def cut_shards(jobs, shard_size, dtype, start, n_files):
     """Cut tokens into shards. For each one, yield its tokens (n,) and the place where it ends.
 
-    jobs: what tokenize_all() yields, from the batch on in which the first shard starts.
-    start: the place at which the first shard starts, for example {"file": 2, "row": 300, "used":
-    1200}. This is 1,200 tokens after the start of row 300 in file 2, where a batch began.
-    n_files: the number of files. The corpus ends at row 0 of the file with this number.
+    jobs: what tokenize_all() yields, beginning with the batch in which the first shard begins.
+    start: the place where the first shard begins.
+    n_files: the number of files. The end of the corpus is noted as row 0 of file n_files.
     The yielded array is overwritten with the next shard.
     """
     shard = np.empty(shard_size, dtype)
-    filled, used = 0, start["used"]  # numbers of tokens: in `shard`, and copied from the batch
+    filled = 0  # the number of tokens in `shard`
+    used = start["used"]  # the number of tokens of the current batch that are in shards already
     # disable=None means: show the progress only on a terminal
     for number, row, job in tqdm(jobs, unit=" documents", unit_scale=64, disable=None):
         tokens = job.result()
@@ -331,7 +337,7 @@ def cut_shards(jobs, shard_size, dtype, start, n_files):
             if filled == shard_size:
                 yield shard, {"file": number, "row": row, "used": used}
                 filled = 0
-        used -= len(tokens)  # more than 0 if a whole batch is in earlier shards
+        used = 0
     if filled:
         yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
 
@@ -341,18 +347,18 @@ def settings_of(cfg, files, shards):
     This is shard_size, the encoding, and the name and size of each file from which they were made.
     files: [(path or URL, size in bytes)] of the whole corpus. shards: entries of the manifest.
     """
-    # If the last shard is not full, its "file" is len(files). It depends on all files, because with
-    # another one it would be longer
+    # Only the files up to the one in which the last shard ends. The last shard of a corpus, which
+    # is usually not full, ends after the last file, and then these are all files
     used_files = files[:shards[-1]["file"] + 1] if shards else []
     return {"shard_size": cfg.shard_size, "encoding": cfg.encoding} | {
         f"file {number}": f"{os.path.basename(url)}, {size} bytes"
         for number, (url, size) in enumerate(used_files)}
 
 def find_finished(cfg, files):
-    """Return the manifest's entries of the finished shards in local_dir.
+    """Return the manifest's entries for the shards in local_dir that need not be made again.
 
-    If a shard was deleted, it and those after it are made again. Raise UserError if the folder
-    holds training shards that were made with other settings. A lone validation shard is made again.
+    If a shard was deleted, it and all later shards are made again. If the settings have changed,
+    raise UserError, unless there is only a validation shard, which is then made again.
     """
     folder = Path(cfg.local_dir)
     try:
@@ -372,33 +378,35 @@ def find_finished(cfg, files):
     return []
 
 def write_manifest(cfg, files, shards):
-    """Write the settings of these shards and their entries."""
+    """Write manifest.json: the entries of these shards, and the settings they were made with."""
     content = json.dumps({"settings": settings_of(cfg, files, shards), "shards": shards}, indent=1)
     write_whole(Path(cfg.local_dir, "manifest.json"), lambda file: file.write(content.encode()))
 
 def add_shards(cfg, files, shards):
-    """Make the shards that come after `shards`, entries of the manifest, and append theirs.
+    """Make the shards that come after `shards`, the manifest's entries of the finished ones.
 
-    Raise UserError if a file cannot be read, and OSError if one cannot be written.
+    The entries of the new ones are appended to `shards`. Raise UserError if a file cannot be read,
+    and OSError if a shard cannot be written.
     """
     encoding = get_encoding(cfg.encoding)
     start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}
-    write_manifest(cfg, files, shards)  # if shards were deleted, the old one still lists them
+    write_manifest(cfg, files, shards)  # the old one may list shards that were deleted
     jobs = tokenize_all(read_batches([url for url, size in files], start), encoding,
                         nprocs=cfg.nprocs or os.cpu_count())
-    for tokens, end in cut_shards(jobs, shard_size=cfg.shard_size, dtype=token_dtype(encoding),
-                                  start=start, n_files=len(files)):
+    new_shards = cut_shards(jobs, shard_size=cfg.shard_size, dtype=token_dtype(encoding),
+                            start=start, n_files=len(files))
+    n_missing = max(0, cfg.max_shards - len(shards)) if cfg.max_shards else None  # None: no limit
+    for tokens, end in itertools.islice(new_shards, n_missing):
         # These names are those of build-nanogpt, whatever the corpus is
         name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
-        # np.save() does not notice a full disk if it is given a file, but only needs write()
+        # If np.save() is given a file, it does not notice a full disk. So give it an object that
+        # only has the file's method write()
         write_whole(Path(cfg.local_dir, name),
                     lambda file: np.save(types.SimpleNamespace(write=file.write), tokens))
         shards.append({"name": name, "tokens": len(tokens), "documents": int(
             np.count_nonzero(tokens == encoding.eot_token)), **end})
         write_manifest(cfg, files, shards)
         tqdm.write(f"{name}: {len(tokens):,} tokens, {shards[-1]['documents']:,} documents")
-        if len(shards) == cfg.max_shards:
-            return
 
 def make_shards(cfg):
     """Make the shards that `cfg` asks for and local_dir lacks, and print the totals.
@@ -414,20 +422,17 @@ def make_shards(cfg):
     files = find_files(cfg.source, cfg.remote_name)
     lock = lock_folder("local_dir", cfg.local_dir)  # noqa: F841  lasts until this function returns
     shards = find_finished(cfg, files)
-    if not 0 < cfg.max_shards <= len(shards):
-        try:
-            add_shards(cfg, files, shards)
-        except OSError as e:
-            raise UserError(f"local_dir={cfg.local_dir} cannot be written ({summary_of(e)}): free "
-                            f"disk space or allow writing, and repeat the command to resume after "
-                            f"the last finished shard.") from None
+    try:
+        add_shards(cfg, files, shards)
+    except OSError as e:
+        raise UserError(f"local_dir={cfg.local_dir} cannot be written ({summary_of(e)}): free disk "
+                        f"space or allow writing, and repeat the command to resume after the last "
+                        f"finished shard.") from None
     tokens = sum(entry["tokens"] for entry in shards)
     if len(shards) < 2:
-        smaller = max(1025, tokens // 10 + 1)
-        advice = f", or --shard_size={smaller}" if tokens > smaller else ""
         raise UserError(f"{cfg.local_dir}/ holds {tokens:,} tokens, at most a validation shard, so "
                         f"there is nothing to train on. Use more text in {', '.join(SUFFIXES)} "
-                        f"files, a larger --max_shards{advice}.")
+                        f"files, a larger --max_shards, or a smaller --shard_size.")
     print(f"{cfg.local_dir}/: {sum(entry['documents'] for entry in shards):,} documents, "
           f"{tokens:,} tokens in {len(shards)} shards\nTo train on them: python train_gpt2.py "
           f"{shlex.quote(f'--data={cfg.local_dir}')} --encoding={cfg.encoding}")
@@ -456,10 +461,10 @@ def main():
     tqdm.set_lock(threading.RLock())
     try:
         # The last paragraph of the docstring is for readers of the code
-        given = parse_flags(Config, __doc__.rpartition("\n\n")[0])
+        cfg = Config(**parse_flags(Config, __doc__.rpartition("\n\n")[0]))
         # This thread only waits, so that it can handle a signal at once. Inside a library that
         # waits for the network, it could not.
-        ThreadPoolExecutor(1).submit(make_shards, Config(**given)).result()
+        ThreadPoolExecutor(1).submit(make_shards, cfg).result()
     except UserError as e:
         return f"fineweb.py: {e}"
 

@@ -16,8 +16,8 @@ has 10,042 questions such as this one, where "label" is the index of the correct
 
 Each question gives four rows of tokens, each with the context and one of the endings. The model's
 cross-entropy loss is computed for each token of an ending. The model's answer is the ending with
-the lowest sum of losses (acc) or with the lowest mean loss per token (acc_norm). GPT-2 (124M) has
-acc 0.2859 and acc_norm 0.2955, GPT-2 XL has 0.3842 and 0.4893, and random guessing gives 0.25.
+the lowest sum of losses (acc) or with the lowest mean loss per token (acc_norm). GPT-2 (124M)
+scores 0.2859 (acc) and 0.2955 (acc_norm), GPT-2 XL 0.3842 and 0.4893, and random guessing 0.25.
 """
 import argparse
 import json
@@ -61,7 +61,7 @@ class Score(NamedTuple):
 # ----------------------------------------------------------------------------------- questions
 # Download the questions once, and check them whenever they are read.
 def iterate_examples(split="val"):
-    """Read and check all of HellaSwag's questions. Return an iterator over them in file order.
+    """Return an iterator over HellaSwag's questions in file order, after checking all of them.
 
     Each question is a dict with at least "ctx" (text), "endings" (4 texts) and "label" (int). If
     DATA is missing, they are first downloaded and saved there. Raise UserError if that fails or if
@@ -114,7 +114,7 @@ def download():
 # ------------------------------------------------------------------------------------ tokens
 # Turn questions into rows of tokens, and rows of similar length into batches.
 def gpt2_encode(text):
-    """Return the token ids of a text in GPT-2's encoding. Read "<|endoftext|>" as ordinary text."""
+    """Return the ids of a text in GPT-2's encoding, with "<|endoftext|>" as ordinary text."""
     return get_encoding("gpt2").encode_ordinary(text)
 
 def tokenize(example, encode=gpt2_encode):
@@ -130,8 +130,9 @@ def tokenize(example, encode=gpt2_encode):
                                     for ending in example["endings"]]
 
 def pad(rows):
-    """Return rows, pairs (context, ending) of token ids, as two tensors padded with 0.
+    """Pad rows with 0 and return them as two tensors.
 
+    rows: pairs (context, ending) of token ids.
     tokens: (R, N) int64, each row a context and its ending. mask: (R, N) int64, 1 where a token
     belongs to an ending.
     """
@@ -143,7 +144,7 @@ def render_example(example):
     """Tokenize a question with GPT-2's encoding, for use in a notebook.
 
     Return (data, tokens (4, N), mask (4, N), label). data is a dict with the token ids of the
-    context and the endings, and the label. pad() describes tokens and mask.
+    context and the endings, and the label. For tokens and mask, see pad().
     """
     context, endings = tokenize(example)
     data = {"context": context, "endings": endings, "label": example["label"]}
@@ -157,7 +158,7 @@ def prepare(examples, model, encode=gpt2_encode):
     config, or 1024 if the config has neither. The model's device determines the size of a batch.
     """
     config = getattr(model, "config", None)
-    # In most models of transformers, this number is called max_position_embeddings
+    # Most models in transformers call the context length max_position_embeddings
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
     rows, labels, n_tokens, n_truncated = [], [], [], 0
     for example in examples:
@@ -177,8 +178,8 @@ def prepare(examples, model, encode=gpt2_encode):
 def make_batches(rows, batch_tokens):
     """Return Prepared.batches of at most batch_tokens tokens (rows times length).
 
-    rows: pairs (context, ending) of token ids. Rows of similar length share a batch. With batches
-    in file order, padding would make them 25% larger in total with CPU_BATCH, and 42% larger with
+    rows: pairs (context, ending) of token ids. Rows of similar length share a batch. In file order,
+    padding would increase the total number of tokens by 25% with CPU_BATCH and by 42% with
     GPU_BATCH. The longest rows come first, so that memory runs out at once or never.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
@@ -323,7 +324,7 @@ def main():
     # Like the published scores, these scores are computed in float32, but with TF32 on GPUs that
     # have it. TF32 is faster, and rounds only the inputs of matrix multiplications. bfloat16 would
     # also round the logits: GPT-2's logits are near -35, where neighbouring bfloat16 numbers differ
-    # by 1/4. train_gpt2.py scores in the dtype of training, so with bfloat16 less precisely.
+    # by 1/4. train_gpt2.py scores in the dtype of training, which is less precise.
     torch.set_float32_matmul_precision("high")
     try:
         examples = list(iterate_examples("val"))[:args.limit]

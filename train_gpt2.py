@@ -5,14 +5,14 @@
     torchrun --standalone --nproc_per_node=8 train_gpt2.py    # GPT-2 (124M)
     tail -f log/log.txt     # lines of the form "<step> <metric> <value>"
 
-To change a setting, edit the constants in Config, or give a flag
-(--max_lr=1e-3). Training on a text file uses the constants in SMALL or, with
-existing weights (init_from), those in FINETUNE. Ctrl-C saves the run and stops
-it. To resume the run, repeat the command.
+To change a setting, edit the constants in Config, or pass a flag
+(--max_lr=1e-3). Training on a text file uses the constants in SMALL or, if it
+starts from pretrained weights (init_from), those in FINETUNE. Ctrl-C saves the
+run and stops it. To resume the run, repeat the command.
 
 One idea keeps the script simple: the data of a step is a pure function of
-(seed, step). A run can therefore be resumed simply by continuing with the next
-step, and the micro-batch size B and the number of GPUs affect only speed and
+(seed, step). A run can therefore be resumed by continuing with the next step,
+and the micro-batch size B and the number of GPUs affect only speed and
 memory. (They also affect rounding and, with dropout, B affects the masks.)
 """
 import contextlib
@@ -56,7 +56,7 @@ from fineweb import (  # noqa: E402
     token_dtype, write_whole)
 
 # torchrun starts one process per GPU and gives each a number, its rank. Only rank 0 prints and
-# writes files. (Slurm may set WORLD_SIZE without RANK. Then there is only one process)
+# writes files. (Slurm may set WORLD_SIZE but not RANK, in which case there is only one process)
 RANK = int(os.environ.get("RANK", 0))
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
@@ -82,9 +82,9 @@ class Config:
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
-    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, a folder (of a run or model), a .pt
+    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, folder of a run or model, .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: AdamW and, for matrices in blocks, Muon
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, else AdamW
     max_lr: float = 6e-4            # peak learning rate
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
@@ -97,7 +97,7 @@ class Config:
     # Monitoring. For the settings that end in _every, 0 means never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations, each of which also saves the run
-    keep_every: int = 5000          # the checkpoints of multiples of this step are never deleted
+    keep_every: int = 5000          # keep checkpoints at multiples of this, the newest and the best
     val_tokens: int = 10485760      # tokens per validation; each validation reads the same ones
     hellaswag_every: int = 250      # steps between evaluations on HellaSwag
     sample_every: int = 1000        # steps between samples; one GPU samples while the others wait
@@ -123,13 +123,14 @@ SMALL = dict(
 # For fine-tuning pretrained weights (init_from) on a text file
 FINETUNE = dict(
     total_batch_size=2048, B=4, max_lr=1e-4, min_lr=0.0, lr_shape="linear", warmup_steps=10,
-    epochs=4.0, eval_every=10, keep_every=0, val_tokens=131072, hellaswag_every=0, sample_every=50,
+    epochs=4.0, eval_every=20, keep_every=0, val_tokens=131072, hellaswag_every=0, sample_every=50,
     sample_prompt="\n", sample_tokens=100, log_dir="log_finetune")
+PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
 
 # ---- GPT-2
 @dataclass
 class GPTConfig:
-    """The constants of a model, with GPT-2's as defaults."""
+    """The hyperparameters of a model. The defaults are those of GPT-2 (124M)."""
     block_size: int = 1024  # longest context, in tokens
     vocab_size: int = 50257  # number of token ids
     n_layer: int = 12
@@ -148,14 +149,15 @@ class CausalSelfAttention(nn.Module):
 
     def forward(self, x):
         B, T, C = x.shape
-        # q, k and v have the shape (B, n_head, T, C // n_head)
-        q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head).permute(2, 0, 3, 1, 4)
+        q, k, v = self.c_attn(x).split(C, dim=2)
+        q, k, v = (part.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
+                   for part in (q, k, v))  # (B, n_head, T, C // n_head) each
         y = F.scaled_dot_product_attention(
             q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))  # concatenate the heads
 
 class MLP(nn.Module):
-    """Processes each token independently: widen its vector fourfold, apply GELU, narrow it."""
+    """Widens the vector of each token fourfold, applies GELU, and projects the result back."""
     def __init__(self, config):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
@@ -166,7 +168,7 @@ class MLP(nn.Module):
         return self.c_proj(self.gelu(self.c_fc(x)))
 
 class Block(nn.Module):
-    """Attention, through which tokens exchange information, and then the MLP. Both add to x."""
+    """Attention and then the MLP. The output of each is added to x, the residual stream."""
     def __init__(self, config):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
@@ -206,23 +208,24 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, seed):
-        """Set every initial value. To initialize a parameter differently, edit this method.
+        """Initialize all parameters. To initialize a parameter differently, edit this method.
 
         Matrices and embeddings are drawn from a normal distribution. The random numbers depend only
-        on the seed and on the parameter's name, so adding a layer does not change the initial
-        weights of the other layers. Biases are 0, and other vectors keep the value that their
-        module gave them: the gains of norms are 1.
+        on the seed and on the parameter's name, so they do not change when a layer is added
+        elsewhere. Biases are 0, and other vectors keep the default of their module; the gains of
+        LayerNorm are 1.
         """
         for name, p in self.named_parameters():
             if name.endswith("bias"):
                 p.zero_()
             elif p.dim() >= 2:
-                # The variance of the residual stream should not grow with the number of layers,
-                # each of which adds two projections to it (Radford et al. 2019, section 2.3)
-                n_added = 2 * self.config.n_layer if name.endswith("c_proj.weight") else 1
-                p.copy_(torch.empty(p.shape, device="cpu").normal_(
-                    std=0.02 / math.sqrt(n_added),
-                    generator=torch.Generator().manual_seed(seed_from(seed, name))))
+                std = 0.02
+                if name.endswith("c_proj.weight"):
+                    # Each block adds the outputs of two such projections to the residual stream,
+                    # whose variance should not grow with n_layer (Radford et al. 2019, section 2.3)
+                    std /= math.sqrt(2 * self.config.n_layer)
+                generator = torch.Generator().manual_seed(seed_from(seed, name))
+                p.copy_(torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator))
         self.transformer.wte.weight[self.config.vocab_size:] = 0  # the rows that belong to no token
 
     def forward(self, idx, targets=None, return_logits=True):
@@ -259,7 +262,8 @@ class GPT(nn.Module):
     def generate(self, idx, max_new_tokens, temperature=1.0, top_k=None, generator=None):
         """Append sampled tokens to the token ids idx (B, T). Return (B, T + max_new_tokens).
 
-        With top_k=k, sample from the k most likely tokens; with temperature 0, the likeliest.
+        top_k: sample from the k most likely tokens (None or 0: from all). A temperature of 0
+        always selects the most likely token.
         """
         if temperature == 0:
             temperature, top_k = 1.0, 1
@@ -278,18 +282,20 @@ class GPT(nn.Module):
         return idx
 
     @classmethod
-    def from_pretrained(cls, source, dropout=0.0):
+    def from_pretrained(cls, source, dropout=0.0, encoding="gpt2"):
         """Return a GPT with the weights in `source`.
 
         source: gpt2 ... gpt2-xl or another GPT-2 on the hub, a Hugging Face folder, a run's folder
-        (its best checkpoint is used) or a .pt file. The dropout with which the weights were trained
-        is not kept. Raise UserError if the weights cannot be read or do not fit this class.
+        (its best checkpoint is used) or a .pt file.
+        dropout: replaces the dropout with which the weights were trained.
+        encoding: used only for Hugging Face weights with neither 257 nor 50257 token ids.
+        Raise UserError if the weights cannot be read or do not fit this class.
         """
-        path = best_checkpoint(source)
+        path = Path(source) if str(source).endswith(".pt") else best_checkpoint(source)
         if path is None:
-            return gpt_from_hugging_face(cls, source, dropout)
+            return gpt_from_hugging_face(source, dropout, encoding)
         checkpoint = read_checkpoint(path)
-        model = cls(GPTConfig(**checkpoint["gpt_config"] | {"dropout": dropout}))
+        model = cls(replace(GPTConfig(**checkpoint["gpt_config"]), dropout=dropout))
         load_weights(model, checkpoint["model"], path)
         return model
 
@@ -301,7 +307,7 @@ def seed_from(*key):
 
 # ---- Data
 class DataLoaderLite:
-    """Cuts shards into rows, and returns any row by its number in the order of training.
+    """Cuts shards into rows, and returns the row at any position in the order of training.
 
     A row has T + 1 tokens. The model reads the first T tokens and predicts the last T. The rows of
     a shard begin at its tokens 0, T, 2 T and so on, so the last token of a row is also the first
@@ -330,25 +336,24 @@ class DataLoaderLite:
         # shards 0, 1 and 2 have 30, 50 and 40 rows
         epoch, n_read_in_epoch = divmod(row, self.rows_per_epoch)  # 765 = 6 * 120 + 45, so 6 and 45
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1 (random)
-        ends = self.rows_in_shard[shard_order].cumsum()            # 40, 40 + 30, 40 + 30 + 50
-        i = int(ends.searchsorted(n_read_in_epoch, side="right"))  # 1, since 40 <= 45 < 40 + 30
+        n_rows = self.rows_in_shard[shard_order]                   # 40, 30, 50
+        n_rows_before = n_rows.cumsum() - n_rows                   # 0, 40, 70
+        i = int(n_rows_before.searchsorted(n_read_in_epoch, side="right")) - 1  # 1: 40 <= 45 < 70
         shard = int(shard_order[i])                                # 0, since the order is 2, 0, 1
-        n_rows = int(self.rows_in_shard[shard])                    # 30
-        n_read_in_shard = n_read_in_epoch - int(ends[i]) + n_rows  # 45 - 70 + 30 = 5
+        n_read_in_shard = n_read_in_epoch - int(n_rows_before[i])  # 45 - 40 = 5
         # The order in which this epoch reads the 30 rows of shard 0. In the example, its element
         # with index 5 is 17. So the row to read is the one that begins at token 17 * T
-        order_in_shard = order_of(n_rows, self.shuffle, self.seed, epoch, shard)
+        order_in_shard = order_of(int(n_rows[i]), self.shuffle, self.seed, epoch, shard)
         start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8 = 136
         if self.shift:
-            # The factor 0.618, from the golden ratio, makes the shifts of consecutive epochs very
-            # different
+            # Multiples of 0.618, modulo 1, are spread evenly, so nearby epochs get distant shifts
             start = max(0, start - int(0.618 * epoch * self.T) % self.T)
         return shard, start
 
     def batch(self, row, B, device=torch.device("cpu")):
         """Return inputs x and targets y (x shifted by one token), both (B, T), on `device`.
 
-        They are rows `row` to `row + B - 1`. Raise UserError if one has an id beyond the
+        They are rows `row` to `row + B - 1`. Raise UserError if a token id is not in the
         vocabulary.
         """
         tokens = np.empty((B, self.T + 1), dtype=np.int64)  # torch cannot use uint16 as indices
@@ -368,9 +373,7 @@ class DataLoaderLite:
         # x and y overlap, so return copies. validation_loss() changes y in place
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-# The cache holds the orders that locate() needs again and again: that of the shards and that of the
-# rows in the current shard, for the training data and for the validation data
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=4)  # the orders of shards and of rows, for training and for validation
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
 
@@ -385,8 +388,9 @@ def find_shards(folder):
 def open_data(cfg, encoding):
     """Return the loaders for training and validation.
 
-    In a text file, <|endoftext|> is the special token. Raise UserError if the data is unreadable,
-    too short or needs a different encoding.
+    If a text file contains the characters <|endoftext|>, they become the special token that
+    separates documents. Raise UserError if the data is unreadable, too short or needs a different
+    encoding.
     """
     is_text = Path(cfg.data).is_file()
     if is_text:  # the last tenth is for validation
@@ -428,7 +432,11 @@ def open_shard(path):
     return tokens
 
 def tokens_per_byte(loader, encoding):
-    """Return the tokens per byte in the first 2**18 tokens or fewer. <|endoftext|> has no bytes."""
+    """Return the number of tokens per byte of text, estimated from the first 2**18 tokens or fewer.
+
+    It converts a loss per token to a loss per byte, which is comparable across encodings.
+    <|endoftext|> is a token without bytes.
+    """
     x, _ = loader.batch(0, min(loader.rows_per_epoch, max(1, 2**18 // loader.T)))
     tokens = x.flatten().numpy()
     n_bytes = len(encoding.decode_bytes(tokens[tokens != encoding.eot_token].tolist()))
@@ -457,7 +465,7 @@ def newton_schulz(G):
     # No singular value exceeds the Frobenius norm. So after this line, none exceeds 1
     X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        # torch.baddbmm(L, M, N, beta=p, alpha=q) returns p L + q M N
+        # torch.baddbmm(L, M, N, beta=p, alpha=q) computes p L + q M N in one operation
         A = X @ X.mT                                    # (n, rows, rows)
         P = torch.baddbmm(A, A, A, beta=b, alpha=c)     # b A + c A^2
         X = torch.baddbmm(X, P, X, beta=a)              # a X + P X
@@ -487,7 +495,7 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 average = self.state[p]["momentum_buffer"]  # the running average of the gradient
                 average.lerp_(p.grad, 1 - momentum)  # a.lerp(b, w) is (1 - w) * a + w * b
-                # Nesterov: look one step ahead, as if the next gradient were the same
+                # Nesterov momentum: what the average would become if this gradient came again
                 ahead = p.grad.lerp(average, momentum).to(self.dtype)
                 # c_attn, three times as tall as wide, stacks the matrices of query, key and value
                 n = 3 if p.size(0) == 3 * p.size(1) else 1
@@ -525,7 +533,94 @@ def configure_optimizers(model, cfg, muon_dtype=torch.float32):
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
 
-# ---- Training
+# ---- The machine. For device, dtype and compile, "auto" selects a fast option
+def set_up_device(name):
+    """Return the torch.device with this name ("auto" chooses one), prepared for training.
+
+    Raise UserError if it cannot be used.
+    """
+    # If torch sees no GPU, the driver is usually too old for the CUDA version that torch was built
+    # for (the end of torch.__version__, such as +cu130). The last torch for CUDA 12.6 is 2.14
+    no_gpu_message = (f"torch {torch.__version__} sees no GPU. Install a newer driver, or a torch "
+                      "build that supports old GPUs and drivers: pip install 'torch<2.15' "
+                      "--index-url https://download.pytorch.org/whl/cu126")
+    if name == "auto":
+        mps = torch.backends.mps.is_available() and WORLD_SIZE == 1  # gloo cannot use MPS tensors
+        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
+        if name == "cpu" and shutil.which("nvidia-smi"):
+            print0(f"!!! Training on the CPU: {no_gpu_message}")
+    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
+        raise UserError(f"device={name} is unknown: use auto, cuda, cuda:1, mps or cpu.")
+    if name == "cuda":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # the rank among this machine's processes
+    device = torch.device(name)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            raise UserError(f"device={name}: {no_gpu_message}")
+        torch.cuda.set_device(device)
+        torch.set_float32_matmul_precision("high")  # TF32
+    if device.type == "cpu":
+        # Make glibc keep freed memory for the next step. By default each array above 32 MB gets new
+        # memory, which the operating system has to clear, and a step of the 124M model with 8 x 256
+        # tokens in bfloat16 takes 1.5 to 2.2 times as long
+        with contextlib.suppress(OSError, AttributeError):
+            libc = ctypes.CDLL("libc.so.6")
+            libc.mallopt(-4, 0)   # M_MMAP_MAX: no array gets a mapping of its own
+            libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is never returned to the system
+    return device
+
+def join_processes(device):
+    """Form the group of all processes that torchrun started."""
+    # If a process dies, torchrun may start all of them again (--max-restarts). A prefix for each
+    # restart keeps them from finding the addresses of dead processes in torchrun's store
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    store = dist.PrefixStore(restart, next(dist.rendezvous("env://"))[0])
+    gpu = device if device.type == "cuda" else None
+    dist.init_process_group(
+        backend="nccl" if gpu else "gloo", store=store, rank=RANK, world_size=WORLD_SIZE,
+        device_id=gpu, timeout=datetime.timedelta(hours=1))  # others wait while rank 0 samples
+
+def stop_on_signals(run):
+    """Make Ctrl-C, SIGTERM and SIGHUP end training after the current step, which is then saved.
+
+    A second signal ends the process at once, except under torchrun, where each Ctrl-C comes twice.
+    """
+    def receive(number, frame):
+        run.stop = True
+        print0("Stopping after this step is finished and saved.")
+        if "RANK" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, receive)
+
+def pick_dtype(choice, device):
+    """Return the dtype for matrix multiplications. "auto" selects the fastest one that is safe."""
+    if choice != "auto":
+        return getattr(torch, choice)
+    if device.type == "cuda":
+        # (torch.cuda.is_bf16_supported() is also true on V100 and T4, which only emulate bfloat16)
+        return (torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0)
+                else torch.float16)
+    cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
+
+def pick_compile(choice, device):
+    """Return whether to use torch.compile. Triton needs compute capability 7.0 or higher."""
+    return choice if choice != "auto" else (
+        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
+        and importlib.util.find_spec("triton") is not None)  # often missing on Windows
+
+def choose_attention_kernels(cfg, device, dtype):
+    """Disable kernels of scaled_dot_product_attention that are slow or wrong in this run."""
+    # On a CPU in bfloat16, the backward pass of flash attention is slow for short rows: it takes
+    # 11.8 ms of a step with the preset SMALL (T=64), while the math kernel takes 5.6 ms
+    short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
+    torch.backends.cuda.enable_flash_sdp(not short)  # despite its name, it also applies to CPUs
+    # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
+    torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
+
+# ---- The start: turn the flags of a command into the Run that train() uses
 @dataclass
 class Run:
     """What train() uses. `step`, `best_loss` and `best_step` change during training."""
@@ -539,7 +634,7 @@ class Run:
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # converts nats per token to nats per byte
-    hellaswag: object = None      # HellaSwag's questions; None if it is off or not available
+    questions: object = None      # HellaSwag's questions; None if it is off or not available
     step: int = 0                 # number of steps taken
     best_loss: float = math.inf   # the lowest validation loss
     best_step: int | None = None  # the step at which it was found
@@ -548,7 +643,161 @@ class Run:
     stop: bool = False            # set by Ctrl-C, SIGTERM and SIGHUP
     writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
     last_save: object = None      # Future of the latest save
+    saved_step: int | None = None  # the step of this save
 
+def configure(flags):
+    """Return the Config of a command. flags: {name: value} of the flags that were given.
+
+    Flags override the preset, which overrides Config. Raise UserError for an impossible value.
+    """
+    data, preset, note = flags.get("data", Config.data), "Config", ""
+    if data == "edu_fineweb10B" and "data" not in flags and not find_shards(data)[0]:
+        data = str(Path(__file__).resolve().with_name("input.txt"))
+        note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
+                "To train GPT-2 (124M), run python fineweb.py, and repeat this command.\n\n")
+    if os.path.isfile(os.path.expanduser(data)):
+        from_scratch = flags.get("init_from", Config.init_from) == "scratch"
+        preset = "SMALL" if from_scratch else "FINETUNE"
+    cfg = Config(**PRESETS.get(preset, {}) | flags | {"data": data})
+    if "max_steps" in flags:
+        cfg = replace(cfg, epochs=0.0)  # `epochs` in FINETUNE must not override --max_steps
+    # A shell does not expand ~ after =
+    cfg = replace(cfg, **{name: os.path.expanduser(getattr(cfg, name))
+                          for name in ("data", "init_from", "log_dir")})
+    check_values(cfg)
+    if not cfg.sample:
+        print0(f"{note}settings  {preset}; flags: {', '.join(flags) or 'none'}")
+    return cfg
+
+def check_values(cfg):
+    """Raise UserError if a constant has an invalid value."""
+    at_least_1 = ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens")
+    limits = dict.fromkeys(at_least_1, (1, math.inf)) | {"dropout": (0, 1), "seed": (0, 2**32)}
+    for constant in fields(cfg):
+        name, value, choices = constant.name, getattr(cfg, constant.name), get_args(constant.type)
+        if choices and value not in choices:
+            raise UserError(f"{name}={value}: choose one of {', '.join(map(str, choices))}.")
+        lowest, limit = limits.get(name, (0, math.inf))
+        if constant.type in (int, float) and not lowest <= value < limit:
+            raise UserError(f"{name}={value}: it must be at least {lowest} and below {limit}.")
+    if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
+        raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
+    if cfg.n_embd % cfg.n_head:
+        raise UserError(f"n_embd={cfg.n_embd} is no multiple of n_head={cfg.n_head}: change one.")
+    if cfg.init_from == "resume":  # nanoGPT's way to resume a run
+        raise UserError("To resume a run, repeat the command without --init_from=resume.")
+
+def build_model(cfg, flags, checkpoint_path=None):
+    """Return the GPT of a run, and the Config, in which the constants of loaded weights are set.
+
+    With init_from, the weights are loaded from there or, if the run is resumed, from the checkpoint
+    at checkpoint_path. Raise UserError if this fails, or if a flag contradicts the weights.
+    """
+    if cfg.init_from != "scratch":
+        model = GPT.from_pretrained(checkpoint_path or cfg.init_from, cfg.dropout, cfg.encoding)
+        return model, with_constants_of(model, cfg, flags)
+    config = GPTConfig(
+        block_size=cfg.T, vocab_size=get_encoding(cfg.encoding).n_vocab, n_layer=cfg.n_layer,
+        n_head=cfg.n_head, n_embd=cfg.n_embd, dropout=cfg.dropout, encoding=cfg.encoding)
+    return GPT(config, cfg.seed), cfg
+
+def with_constants_of(model, cfg, flags):
+    """Return the Config with the constants of a model that was loaded from cfg.init_from.
+
+    Raise UserError if a flag contradicts them, or if the encoding has another number of token ids.
+    """
+    c = model.config
+    constants = dict(encoding=c.encoding, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
+                     T=min(cfg.T, c.block_size))
+    for name, value in constants.items():
+        if name in flags and flags[name] != value:
+            raise UserError(f"--{name}={flags[name]} contradicts the weights in init_from="
+                            f"{cfg.init_from}, which allow {name}={value}: leave out --{name}.")
+    if get_encoding(c.encoding).n_vocab != c.vocab_size:
+        raise UserError(f"The weights in init_from={cfg.init_from} have {c.vocab_size} token ids, "
+                        f"but encoding={c.encoding} has a different number: set --encoding.")
+    return replace(cfg, **constants)
+
+def fit_batch(cfg, rows_per_epoch):
+    """Return the Config with a B that divides the batch, and max_steps according to epochs.
+
+    Raise UserError if total_batch_size cannot be divided among the processes.
+    """
+    smallest_batch = cfg.T * WORLD_SIZE
+    if cfg.total_batch_size % smallest_batch:
+        near = max(1, round(cfg.total_batch_size / smallest_batch)) * smallest_batch
+        raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
+                        f"processes = {smallest_batch}: try --total_batch_size={near}.")
+    rows = cfg.total_batch_size // cfg.T
+    max_steps = math.ceil(cfg.epochs * rows_per_epoch / rows) if cfg.epochs else cfg.max_steps
+    return replace(cfg, max_steps=max_steps, B=max(
+        B for B in range(1, cfg.B + 1) if rows // WORLD_SIZE % B == 0))
+
+def set_up(cfg, flags, device):
+    """Return the Run for train(). If log_dir holds a checkpoint, the run continues from it."""
+    found = find_checkpoints(cfg.log_dir)
+    checkpoint = read_checkpoint(found[max(found)]) if found else None
+    model, cfg = build_model(cfg, flags, found[max(found)] if found else None)
+    encoding = get_encoding(cfg.encoding)
+    train_loader, val_loader = open_data(cfg, encoding)
+    cfg = fit_batch(cfg, train_loader.rows_per_epoch)
+    dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
+    choose_attention_kernels(cfg, device, dtype)
+    model.to(device)
+    muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
+    optimizers = configure_optimizers(model, cfg, muon_dtype)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["initial_lr"] = group["lr"]  # train_step() scales it with the schedule
+    run = Run(
+        cfg=cfg, device=device, model=model, ddp_model=model, optimizers=optimizers,
+        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
+        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
+        train_loader=train_loader, val_loader=val_loader,
+        tokens_per_byte=tokens_per_byte(val_loader, encoding))
+    if checkpoint:
+        restore(run, checkpoint)
+    if compiled:
+        model.compile()
+    if WORLD_SIZE > 1:
+        # torch.compile splits a model where DDP's buckets end. With the default of 25 MB, there
+        # would be 14 graphs. Gradients are views of the buckets, so that they are not copied
+        run.ddp_model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
+    if cfg.hellaswag_every:
+        import hellaswag
+        run.questions = hellaswag.prepare_on_all_ranks(model, encoding.encode_ordinary)
+    print0(f"machine   {WORLD_SIZE} x {device.type}, {dtype}, compile={compiled}")
+    begin(run, resumed=checkpoint is not None)
+    stop_on_signals(run)
+    return run
+
+def begin(run, resumed):
+    """Print what will run, write config.json and a copy of this script, and open log.txt.
+
+    The log of a run that was never saved is replaced.
+    """
+    cfg, n_parameters = run.cfg, sum(p.numel() for p in run.model.parameters())
+    print0(f"{cfg}\nmodel     {n_parameters:,} parameters\n"
+           f"training  {cfg.max_steps:,} steps, {cfg.max_steps * cfg.total_batch_size:,} tokens\n"
+           f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.step} on")
+    if 0 < cfg.max_steps <= cfg.warmup_steps:
+        print0(f"!!! The learning rate never reaches max_lr: max_steps={cfg.max_steps} ends during "
+               f"warmup_steps={cfg.warmup_steps}. Lower --warmup_steps.")
+    if RANK != 0:
+        return
+    folder, code, constants = Path(cfg.log_dir), Path(__file__).read_bytes(), asdict(cfg)
+    write_whole(folder / "config.json",
+                lambda file: file.write(json.dumps(constants, indent=1).encode()))
+    copy = folder / "train_gpt2.py"
+    if resumed and copy.exists() and copy.read_bytes() != code:
+        print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
+        earlier = folder / f"train_gpt2_before_{run.step:05d}.py"
+        if not earlier.exists():  # otherwise no checkpoint comes from the version in `copy`
+            copy.rename(earlier)
+    write_whole(copy, lambda file: file.write(code))
+    run.log = open(folder / "log.txt", "ab" if resumed else "wb", buffering=0)
+
+# ---- Training
 @torch.no_grad()
 def validation_loss(run):
     """Return the mean loss over val_tokens tokens of the validation data, in nats per token.
@@ -558,11 +807,11 @@ def validation_loss(run):
     """
     cfg, loader = run.cfg, run.val_loader
     n_rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
-    sums = torch.zeros(2, device=run.device)  # of the losses, and of the number of targets
+    sums = torch.zeros(2, device=run.device)  # the sum of the losses, and the number of targets
     for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        # batch() always returns B rows, so that a compiled model is not compiled for another size.
-        # Ignore the targets of surplus rows
+        # The last batch also has B rows, because a compiled model would be compiled again for a
+        # different shape. Ignore the targets of those beyond n_rows
         y[n_rows - row:] = -100
         with run.autocast():
             _, loss = run.model(x, y, return_logits=False)
@@ -599,18 +848,18 @@ def train_step(run):
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)
-    # If a float16 gradient overflows, no optimizer may take a step. (GradScaler.step() would decide
-    # for each one alone, but clipping by an infinite norm has spoilt the gradients of all)
+    # If a float16 gradient overflows, no optimizer may take a step. (GradScaler.step() decides
+    # separately for each one, but clipping by an infinite norm has corrupted all gradients)
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
-        for group in optimizer.param_groups:  # set_up() stores initial_lr, the lr it began with
+        for group in optimizer.param_groups:
             group["lr"] = group["initial_lr"] * get_lr(run.step, cfg) / cfg.max_lr
         if not overflowed:
             run.scaler.step(optimizer)
         optimizer.zero_grad()
     run.scaler.update()  # after an overflow, this lowers the loss scale
     run.step += 1
-    # If one process has received a signal, all stop. full_like() creates the flag on the GPU
+    # If one process has received a signal, all stop, so add up their flags together with the losses
     sums = torch.stack((loss_of_step, norm, torch.full_like(norm, run.stop)))
     if WORLD_SIZE > 1:
         dist.all_reduce(sums)
@@ -629,21 +878,23 @@ def evaluate(run):
     cfg, step = run.cfg, run.step
     if due(cfg.eval_every, run):
         loss = validation_loss(run)
-        report(run, step, "val", loss, note=f" ({loss * run.tokens_per_byte / math.log(2):.4f} "
-                                            "bits per byte)")
+        report(run, step, "val", loss)
+        print0(f"{step:5d}/{cfg.max_steps} val {loss:.4f} "
+               f"({loss * run.tokens_per_byte / math.log(2):.4f} bits per byte)")
         if run.seconds:
             report(run, step, "tok/s", cfg.total_batch_size / statistics.median_low(run.seconds))
             run.seconds = []
-        if step > 0 or cfg.init_from != "scratch":  # not saved: the seed determines these weights
-            is_best = loss < run.best_loss
-            if is_best:
+        # Do not save untrained weights, but do save pretrained ones, which may remain the best
+        if step > 0 or cfg.init_from != "scratch":
+            if loss < run.best_loss:
                 run.best_loss, run.best_step = loss, step
-            save(run, overwrite=is_best)
-    if due(cfg.hellaswag_every, run) and run.hellaswag:
+            save(run)
+    if due(cfg.hellaswag_every, run) and run.questions:
         import hellaswag  # here, since only this evaluation needs hellaswag.py
         with run.autocast():
-            acc_norm = hellaswag.evaluate(run.model, run.hellaswag).acc_norm
-        report(run, step, "hella", acc_norm, note="")
+            acc_norm = hellaswag.evaluate(run.model, run.questions).acc_norm
+        report(run, step, "hella", acc_norm)
+        print0(f"{step:5d}/{cfg.max_steps} hella {acc_norm:.4f}")
     # Do not sample before the first step, except in a run that only evaluates
     if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0) and RANK == 0:
         with run.autocast():
@@ -653,25 +904,25 @@ def evaluate(run):
 def train(run):
     """Train until max_steps is reached or a signal arrives, and then call finish().
 
-    Before step n, the model has taken n steps. In the log, `val` of step n is the validation loss
-    of this model, and `train` of step n is its loss on the batch of step n. A resumed run repeats
-    the evaluations that are due at the step that was saved.
+    Steps are numbered from 0, so the model has taken n steps before step n. In the log, `val` of
+    step n is the validation loss of this model, and `train` of step n is its loss on the batch of
+    step n. A resumed run repeats the evaluations that are due at the step that was saved.
     """
     cfg, stopped = run.cfg, False
     while not stopped:
         evaluate(run)
-        step = run.step
-        if step >= cfg.max_steps:
+        if run.step >= cfg.max_steps:
             break
-        start = time.perf_counter()
-        loss, norm, stopped = train_step(run)
+        step, start = run.step, time.perf_counter()
+        loss, norm, stopped = train_step(run)  # this adds 1 to run.step
         seconds = time.perf_counter() - start
         run.seconds.append(seconds)
-        if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
+        # In float16, individual gradients may overflow, which GradScaler handles
+        if not (math.isfinite(loss) and (math.isfinite(norm) or run.scaler.is_enabled())):
             raise UserError(f"Step {step} has loss {loss:g} and gradient norm {norm:g}: the model "
-                            "has diverged. Most often --max_lr is too high. To start again from an "
-                            f"earlier step, use --init_from={cfg.log_dir}/checkpoint_....pt and a "
-                            "different --log_dir.")
+                            "has diverged. Most often --max_lr is too high. A new run can begin "
+                            "with the weights of an earlier step: set a different --log_dir and "
+                            f"--init_from={cfg.log_dir}/checkpoint_....pt.")
         report(run, step, "train", loss)
         report(run, step, "norm", norm)
         if cfg.print_every and step % cfg.print_every == 0:
@@ -692,8 +943,9 @@ def finish(run, stopped):
         print0(f"Stopped by a signal at step {run.step}. To resume the run, repeat the command.")
     elif RANK == 0:
         export(run.cfg.log_dir)
-        print0("Done. For samples: python train_gpt2.py --sample=3 --log_dir="
-               f"{shlex.quote(run.cfg.log_dir)}\nTo train longer, raise --max_steps.")
+        print0("Done. To train longer, raise --max_steps. For a new run, choose a different "
+               "--log_dir.\nFor samples: python train_gpt2.py --sample=3 --log_dir="
+               f"{shlex.quote(run.cfg.log_dir)}")
 
 # ---- Checkpoints. A run is resumed from the newest one. Samples, the export and init_from use the
 # best one. Only plain values are loaded (weights_only=True): other Python objects could run code
@@ -717,17 +969,17 @@ def restore(run, checkpoint):
     run.step, run.best_loss, run.best_step = (
         checkpoint[name] for name in ("step", "best_loss", "best_step"))
 
-# Constants that may change when a run is resumed. (dtype and B affect rounding, and B also affects
-# the dropout masks. check_same_training() compares the number of tokens in `data`, not its path)
+# Constants that may differ when a run is resumed. (dtype and B affect rounding, B also the dropout
+# masks. check_same_training() compares the number of tokens in `data`, not its path)
 MAY_CHANGE = {
     "data", "B", "epochs", "print_every", "eval_every", "keep_every", "val_tokens",
     "hellaswag_every", "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k",
     "sample", "log_dir", "device", "dtype", "compile"}
 
 def check_same_training(run, checkpoint):
-    """Raise UserError unless this command has the same data and constants as the run in log_dir.
+    """Raise UserError unless the data and the constants are those of the run in log_dir.
 
-    But max_steps may grow, and the constants in MAY_CHANGE may differ.
+    max_steps may be larger, and the constants in MAY_CHANGE may differ.
     """
     # A constant that was added after the run began is assumed to have had its default value
     before = asdict(Config()) | checkpoint["config"] | {"tokens": checkpoint["train_tokens"]}
@@ -741,29 +993,27 @@ def check_same_training(run, checkpoint):
                         "Undo this change, or choose a different --log_dir.")
 
 def load_weights(model, weights, source):
-    """Load a state_dict into a GPT. source: where it comes from, for the UserError if it fails."""
+    """Load a state_dict. source: its origin, which the UserError names if it does not fit."""
     try:
         model.load_state_dict(weights)
-    except RuntimeError as e:
-        # The last line names a weight, the first one is only a heading
+    except RuntimeError as e:  # its first line is a heading; all other lines name weights
         raise UserError(f"The weights in {source} do not fit the model in train_gpt2.py "
                         f"({str(e).splitlines()[-1].strip()}): use the code that they were made "
                         "with.") from None
 
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder."""
-    numbers = {path.stem[11:]: path for path in Path(folder).glob("checkpoint_*.pt")}
-    return {int(number): path for number, path in numbers.items() if number.isdecimal()}
+    texts = {path.stem.removeprefix("checkpoint_"): path
+             for path in Path(folder).glob("checkpoint_*.pt")}
+    return {int(text): path for text, path in texts.items() if text.isdecimal()}
 
-def best_checkpoint(source):
+def best_checkpoint(folder):
     """Return the path of the checkpoint with the lowest validation loss in a run's folder.
 
-    Without validations, return the newest one. Return the path of a .pt file itself, and None for
-    any other source.
+    Without validations, return the newest one. Return None if `folder` holds no checkpoints, for
+    example because it is the name of a model on the hub.
     """
-    if str(source).endswith(".pt"):
-        return Path(source)
-    found = find_checkpoints(source)
+    found = find_checkpoints(folder)
     if not found:
         return None
     newest = found[max(found)]
@@ -780,17 +1030,16 @@ def read_checkpoint(path):
         raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}): if it is "
                         "damaged, delete it.") from None
 
-def save(run, overwrite=False):
-    """Write a checkpoint in the background, unless this step has one already and not `overwrite`.
+def save(run):
+    """Write a checkpoint in the background, unless this process has already saved this step.
 
     Training waits only for the previous save and for the copy to host memory.
     """
-    if RANK == 0:
+    if RANK == 0 and run.saved_step != run.step:
         if run.last_save:
             run.last_save.result()
-        if overwrite or run.step not in find_checkpoints(run.cfg.log_dir):
-            run.last_save = run.writer.submit(
-                write_checkpoint, run.cfg, to_host(checkpoint_of(run)))
+        run.last_save = run.writer.submit(write_checkpoint, run.cfg, to_host(checkpoint_of(run)))
+        run.saved_step = run.step
 
 def to_host(content):
     """Return a copy of nested dicts and lists with their tensors in host memory."""
@@ -811,16 +1060,17 @@ def write_checkpoint(cfg, checkpoint):
     path = Path(cfg.log_dir, f"checkpoint_{step:05d}.pt")
     try:
         write_whole(path, lambda file: torch.save(checkpoint, file))
-    except (OSError, RuntimeError) as e:  # torch.save() raises a RuntimeError if the disk is full
+    except (OSError, RuntimeError) as e:
+        # If the disk is full, torch.save() raises a RuntimeError while it handles the OSError
         print0(f"!!! NOT SAVED at step {step}: {summary_of(e.__context__ or e)}")
         return
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
     found = find_checkpoints(cfg.log_dir)
-    if best_step is None or best_step in found:  # if the best is not on disk, keep all
+    if best_step is None or best_step in found:  # if the best one could not be saved, delete none
         for other in found.keys() - {step, best_step}:
             if not cfg.keep_every or other % cfg.keep_every:
                 found[other].unlink()
-    if importlib.util.find_spec("matplotlib"):
+    with contextlib.suppress(Exception):  # matplotlib is optional, and a plot is not worth a run
         plot_curves(cfg.log_dir)
 
 # ---- Monitoring. log.txt is for programs, stdout for people
@@ -832,19 +1082,14 @@ def print0(text):
         with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
 
-def report(run, step, metric, value, note=None):
-    """Append a line "<step> <metric> <value>" to log.txt.
-
-    note: if it is not None, also print the value, followed by this text.
-    """
+def report(run, step, metric, value):
+    """Append a line "<step> <metric> <value>" to log.txt."""
     if run.log:
         with contextlib.suppress(OSError):  # a full disk
             run.log.write(f"{step} {metric} {value:.7g}\n".encode())
-    if note is not None:
-        print0(f"{step:5d}/{run.cfg.max_steps} {metric} {value:.4f}{note}")
 
 def read_metrics(folder):
-    """Return {metric: {step: value}} from log.txt. The later line of a repeated step counts."""
+    """Return {metric: {step: value}} from log.txt. If a step was repeated, its last line counts."""
     path, metrics = Path(folder, "log.txt"), defaultdict(dict)
     text = path.read_text(errors="replace") if path.exists() else ""
     for step, metric, value in re.findall(r"^(\d+) (\S+) (\S+)$", text, re.M):
@@ -875,15 +1120,11 @@ def sample_text(model, encoding, cfg, seed):
     return encoding.decode_bytes(tokens).decode("utf-8", errors="backslashreplace")
 
 # ---- Hugging Face. A model is imported or exported only if transformers computes the same logits
-
 # Hugging Face's GPT-2 stores these matrices as (in, out), and nn.Linear as (out, in)
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
-def gpt_from_hugging_face(cls, name, dropout):
-    """Return the GPT in a Hugging Face folder or hub repository. cls: GPT.
-
-    Raise UserError if it cannot be loaded or does not return the same logits as transformers.
-    """
+def gpt_from_hugging_face(name, dropout, encoding):
+    """Do what GPT.from_pretrained() does, for a Hugging Face folder or a model on the hub."""
     try:
         import transformers
         transformers.logging.disable_progress_bar()
@@ -892,11 +1133,11 @@ def gpt_from_hugging_face(cls, name, dropout):
         if info["missing_keys"]:  # transformers has given these weights random values
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
         c = hf_model.config
-        # 257 ids are 256 bytes and <|endoftext|>. Other vocabularies need --encoding
-        model = cls(GPTConfig(
+        # A vocabulary of 257 ids consists of the 256 bytes and <|endoftext|>
+        model = GPT(GPTConfig(
             block_size=c.n_positions, vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
             n_embd=c.n_embd, dropout=dropout,
-            encoding={257: "bytes", 50257: "gpt2"}.get(c.vocab_size, "")))
+            encoding={257: "bytes", 50257: "gpt2"}.get(c.vocab_size, encoding)))
         weights = model.state_dict()  # its tensors share their memory with the model
         for key, weight in hf_model.state_dict().items():
             weight = weight.t() if key.endswith(TRANSPOSED) else weight
@@ -918,7 +1159,7 @@ def export(log_dir):
         print0(f"Not exported: {summary_of(e)}.")
 
 def save_hugging_face(model, folder):
-    """Write a model and its tokenizer to a folder that transformers can load. model: on the CPU.
+    """Write a model, which is on the CPU, and its tokenizer to a folder for transformers.
 
     Raise ValueError or RuntimeError if transformers would return different logits.
     """
@@ -948,254 +1189,13 @@ def check_same_logits(model, hf_model):
     """Raise ValueError if two models on the CPU, ours and a Hugging Face one, do not agree."""
     c = model.config
     idx = torch.randint(c.vocab_size, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = c.vocab_size - 1  # <|endoftext|>, where edits may stop attention
+    idx[0, c.block_size // 2] = c.vocab_size - 1  # <|endoftext|>, where an edit may end attention
     theirs = hf_model.float().eval()(idx).logits
     differences = (model(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:  # also true for NaN
         raise ValueError(f"transformers' logits differ by {differences.max():.1%}")
 
-# ---- The machine. For device, dtype and compile, "auto" selects a fast choice
-def set_up_device(name):
-    """Return the torch.device with this name ("auto" chooses one), prepared for training.
-
-    Raise UserError if it cannot be used.
-    """
-    # The usual cause is a driver that is too old for the CUDA version of this torch, with which
-    # torch.__version__ ends (such as +cu130). torch 2.14 is the last one with wheels for CUDA 12.6
-    no_gpu_message = (f"torch {torch.__version__} sees no GPU. Install a newer driver, or a torch "
-                      "build that supports old GPUs and drivers: pip install 'torch<2.15' "
-                      "--index-url https://download.pytorch.org/whl/cu126")
-    if name == "auto":
-        mps = torch.backends.mps.is_available() and WORLD_SIZE == 1  # gloo cannot use MPS tensors
-        name = "cuda" if torch.cuda.is_available() else "mps" if mps else "cpu"
-        if name == "cpu" and shutil.which("nvidia-smi"):
-            print0(f"!!! Training on the CPU: {no_gpu_message}")
-    if not re.fullmatch(r"cpu|mps|cuda(:\d+)?", name):
-        raise UserError(f"device={name} is unknown: use auto, cuda, cuda:1, mps or cpu.")
-    if name == "cuda":
-        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"  # the rank among this machine's processes
-    device = torch.device(name)
-    if device.type == "cuda":
-        if not torch.cuda.is_available():
-            raise UserError(f"device={name}: {no_gpu_message}")
-        torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("high")  # TF32
-    if device.type == "cpu":
-        # Make glibc keep freed memory for the next step. By default each array above 32 MB gets new
-        # memory, which the operating system has to clear. Then a step of the 124M model with 8 x
-        # 256 tokens in bfloat16 takes 1.5 to 2.2 times as long. (macOS and Windows have no glibc)
-        with contextlib.suppress(OSError, AttributeError):
-            libc = ctypes.CDLL("libc.so.6")
-            libc.mallopt(-4, 0)   # M_MMAP_MAX: no array gets a mapping of its own
-            libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: freed memory is never returned to the system
-    return device
-
-def join_processes(device):
-    """Form the group of all processes that torchrun started."""
-    # If a process dies, torchrun may start all of them again (--max-restarts). A prefix for each
-    # restart keeps them from finding the addresses of dead processes in torchrun's store
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(restart, next(dist.rendezvous("env://"))[0])
-    gpu = device if device.type == "cuda" else None
-    dist.init_process_group(
-        backend="nccl" if gpu else "gloo", store=store, rank=RANK, world_size=WORLD_SIZE,
-        device_id=gpu, timeout=datetime.timedelta(hours=1))  # others wait while rank 0 samples
-
-def stop_on_signals(run):
-    """Make Ctrl-C, SIGTERM and SIGHUP set run.stop. Without torchrun, a second one ends it."""
-    def receive(number, frame):
-        run.stop = True
-        print0("Stopping after this step is finished and saved.")
-        if "RANK" not in os.environ:  # under torchrun, the same signal may come twice
-            signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, receive)
-
-def pick_dtype(choice, device):
-    """Return the dtype for matrix multiplications. "auto" selects the fastest one that is safe."""
-    if choice != "auto":
-        return getattr(torch, choice)
-    if device.type == "cuda":
-        # (torch.cuda.is_bf16_supported() is also true on V100 and T4, which only emulate bfloat16)
-        return (torch.bfloat16 if torch.cuda.get_device_capability(device) >= (8, 0)
-                else torch.float16)
-    cpu = torch.cpu.get_capabilities() if device.type == "cpu" else {}
-    return torch.bfloat16 if cpu.get("avx512_bf16") or cpu.get("amx_bf16") else torch.float32
-
-def pick_compile(choice, device):
-    """Return whether to use torch.compile. Triton needs compute capability 7.0 or higher."""
-    return choice if choice != "auto" else (
-        device.type == "cuda" and torch.cuda.get_device_capability(device) >= (7, 0)
-        and importlib.util.find_spec("triton") is not None)  # often missing on Windows
-
-def choose_attention_kernels(cfg, device, dtype):
-    """Disable kernels of scaled_dot_product_attention that are slow or wrong in this run."""
-    # On a CPU in bfloat16, the backward pass of flash attention is slow for short rows: it takes
-    # 11.8 ms of a step with the preset SMALL (T=64), while the math kernel takes 5.6 ms
-    short = device.type == "cpu" and dtype == torch.bfloat16 and cfg.T < 256
-    torch.backends.cuda.enable_flash_sdp(not short)  # despite its name, it also applies to CPUs
-    # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
-    torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
-
-# ---- The start: from the command line to train()
-PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
-
-def configure(flags):
-    """Return the Config of a command. flags: {name: value} of the flags that were given.
-
-    Flags override the preset, which overrides Config. Raise UserError for an impossible value.
-    """
-    cfg, preset, note = Config(**flags), "Config", ""
-    if "data" not in flags and cfg.data == "edu_fineweb10B" and not find_shards(cfg.data)[0]:
-        note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
-                "To train GPT-2 (124M), run python fineweb.py, and repeat this command.\n\n")
-        cfg = replace(cfg, data=str(Path(__file__).resolve().with_name("input.txt")))
-    if os.path.isfile(os.path.expanduser(cfg.data)):
-        preset = "SMALL" if cfg.init_from == "scratch" else "FINETUNE"
-    cfg = Config(**PRESETS.get(preset, {}) | flags | {"data": cfg.data})
-    if "max_steps" in flags:
-        cfg = replace(cfg, epochs=0.0)  # `epochs` in FINETUNE must not override --max_steps
-    # A shell does not expand ~ after =
-    cfg = replace(cfg, **{name: os.path.expanduser(getattr(cfg, name))
-                          for name in ("data", "init_from", "log_dir")})
-    check_values(cfg)
-    if not cfg.sample:
-        print0(f"{note}settings  {preset}; flags: {', '.join(flags) or 'none'}")
-    return cfg
-
-def check_values(cfg):
-    """Raise UserError if a constant has a value that cannot work."""
-    at_least_1 = ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens")
-    limits = dict.fromkeys(at_least_1, (1, math.inf)) | {"dropout": (0, 1), "seed": (0, 2**32)}
-    for constant in fields(cfg):
-        name, value, choices = constant.name, getattr(cfg, constant.name), get_args(constant.type)
-        if choices and value not in choices:
-            raise UserError(f"{name}={value}: choose one of {', '.join(map(str, choices))}.")
-        lowest, limit = limits.get(name, (0, math.inf))
-        if constant.type in (int, float) and not lowest <= value < limit:
-            raise UserError(f"{name}={value}: it must be at least {lowest} and below {limit}.")
-    if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
-        raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
-    if cfg.n_embd % cfg.n_head:
-        raise UserError(f"n_embd={cfg.n_embd} is no multiple of n_head={cfg.n_head}: change one.")
-    if cfg.init_from == "resume":  # nanoGPT's way to resume a run
-        raise UserError("To resume a run, repeat the command without --init_from=resume.")
-
-def build_model(cfg, flags, checkpoint=None):
-    """Return the GPT of a run, and the Config with the constants that pretrained weights determine.
-
-    checkpoint: that of a run to resume, whose weights restore() will load. init_from is not read
-    again. Raise UserError if a flag contradicts the weights.
-    """
-    if cfg.init_from == "scratch":
-        return GPT(GPTConfig(
-            block_size=cfg.T, vocab_size=get_encoding(cfg.encoding).n_vocab, n_layer=cfg.n_layer,
-            n_head=cfg.n_head, n_embd=cfg.n_embd, dropout=cfg.dropout, encoding=cfg.encoding),
-            cfg.seed), cfg
-    if checkpoint:
-        model = GPT(GPTConfig(**checkpoint["gpt_config"] | {"dropout": cfg.dropout}))
-    else:
-        model = GPT.from_pretrained(cfg.init_from, cfg.dropout)
-    return model, with_constants_of(model, cfg, flags)
-
-def with_constants_of(model, cfg, flags):
-    """Return the Config with the constants of a model that was loaded. cfg: names it in init_from.
-
-    Raise UserError if a flag has a different value, or if the encoding has different ids.
-    """
-    c = model.config
-    c.encoding = c.encoding or cfg.encoding  # of Hugging Face weights, it may be unknown
-    known = dict(encoding=c.encoding, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
-                 T=min(cfg.T, c.block_size))
-    for name, value in known.items():
-        if name in flags and flags[name] != value:
-            raise UserError(f"--{name}={flags[name]} contradicts the weights in init_from="
-                            f"{cfg.init_from}, which allow {name}={value}: leave out --{name}.")
-    if get_encoding(c.encoding).n_vocab != c.vocab_size:
-        raise UserError(f"The weights in init_from={cfg.init_from} have {c.vocab_size} token ids, "
-                        f"but encoding={c.encoding} has a different number: set --encoding.")
-    return replace(cfg, **known)
-
-def fit_batch(cfg, rows_per_epoch):
-    """Return the Config with a B that divides the batch, and max_steps according to epochs.
-
-    Raise UserError if total_batch_size cannot be divided among the processes.
-    """
-    smallest_batch = cfg.T * WORLD_SIZE
-    if cfg.total_batch_size % smallest_batch:
-        near = max(1, round(cfg.total_batch_size / smallest_batch)) * smallest_batch
-        raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
-                        f"processes = {smallest_batch}: try --total_batch_size={near}.")
-    rows = cfg.total_batch_size // cfg.T
-    max_steps = math.ceil(cfg.epochs * rows_per_epoch / rows) if cfg.epochs else cfg.max_steps
-    return replace(cfg, max_steps=max_steps, B=max(
-        B for B in range(1, cfg.B + 1) if rows // WORLD_SIZE % B == 0))
-
-def set_up(cfg, flags, device):
-    """Return the Run for train(). If log_dir holds a checkpoint, the run continues from it."""
-    found = find_checkpoints(cfg.log_dir)
-    checkpoint = read_checkpoint(found[max(found)]) if found else None
-    model, cfg = build_model(cfg, flags, checkpoint)
-    encoding = get_encoding(cfg.encoding)
-    train_loader, val_loader = open_data(cfg, encoding)
-    cfg = fit_batch(cfg, train_loader.rows_per_epoch)
-    dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
-    choose_attention_kernels(cfg, device, dtype)
-    model.to(device)
-    muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
-    optimizers = configure_optimizers(model, cfg, muon_dtype)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # train_step() computes the lr of a step from it
-    run = Run(
-        cfg=cfg, device=device, model=model, ddp_model=model, optimizers=optimizers,
-        scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
-        autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-        train_loader=train_loader, val_loader=val_loader,
-        tokens_per_byte=tokens_per_byte(val_loader, encoding))
-    if checkpoint:
-        restore(run, checkpoint)
-    if compiled:
-        model.compile()
-    if WORLD_SIZE > 1:
-        # torch.compile splits a model where DDP's buckets end. With the default of 25 MB, there
-        # would be 14 graphs. Gradients are views of the buckets, so that they are not copied
-        run.ddp_model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
-    if cfg.hellaswag_every:
-        import hellaswag
-        run.hellaswag = hellaswag.prepare_on_all_ranks(model, encoding.encode_ordinary)
-    print0(f"machine   {WORLD_SIZE} x {device.type}, {dtype}, compile={compiled}")
-    begin(run, resumed=checkpoint is not None)
-    stop_on_signals(run)
-    return run
-
-def begin(run, resumed):
-    """Print what will run, write config.json and a copy of this script, and open log.txt.
-
-    The log of a run that was never saved is replaced.
-    """
-    cfg, n_parameters = run.cfg, sum(p.numel() for p in run.model.parameters())
-    print0(f"{cfg}\nmodel     {n_parameters:,} parameters\n"
-           f"training  {cfg.max_steps:,} steps, {cfg.max_steps * cfg.total_batch_size:,} tokens\n"
-           f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.step} on")
-    if 0 < cfg.max_steps <= cfg.warmup_steps:
-        print0(f"!!! The learning rate never reaches max_lr: max_steps={cfg.max_steps} ends during "
-               f"warmup_steps={cfg.warmup_steps}. Lower --warmup_steps.")
-    if RANK != 0:
-        return
-    folder, code, constants = Path(cfg.log_dir), Path(__file__).read_bytes(), asdict(cfg)
-    write_whole(folder / "config.json",
-                lambda file: file.write(json.dumps(constants, indent=1).encode()))
-    kept = folder / "train_gpt2.py"  # the code that has taken the steps so far
-    if resumed and kept.exists() and kept.read_bytes() != code:
-        print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
-        before = folder / f"train_gpt2_before_{run.step:05d}.py"
-        if not before.exists():  # otherwise the code in `kept` has saved no step since then
-            kept.rename(before)
-    write_whole(kept, lambda file: file.write(code))
-    run.log = open(folder / "log.txt", "ab" if resumed else "wb", buffering=0)
-
+# ---- The command line
 def print_samples(cfg, flags, device):
     """Print cfg.sample samples from init_from or, if it is not set, from the run in log_dir."""
     if cfg.init_from == "scratch":
@@ -1203,7 +1203,7 @@ def print_samples(cfg, flags, device):
         if not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} has no weights: train, or set --init_from.")
     source = best_checkpoint(cfg.init_from) or cfg.init_from
-    model = GPT.from_pretrained(source).to(device)
+    model = GPT.from_pretrained(source, encoding=cfg.encoding).to(device)
     cfg = with_constants_of(model, cfg, flags)
     print0(f"Samples from {source}:")
     for i in range(cfg.sample):
@@ -1212,10 +1212,10 @@ def print_samples(cfg, flags, device):
 def run_command():
     """Train, or print samples."""
     flags = parse_flags(Config, __doc__, PRESETS)
-    device = set_up_device(flags.get("device", Config.device))
+    cfg = configure(flags)
+    device = set_up_device(cfg.device)
     if "RANK" in os.environ:
         join_processes(device)
-    cfg = configure(flags)
     if cfg.sample:
         print_samples(cfg, flags, device)
         return

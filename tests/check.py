@@ -195,15 +195,15 @@ class Result:
 
 class Runs:
     """Makes each run at most once, and kills what is still running at the end."""
-    def __init__(self, folder, flags, scripts=ROOT):
-        self.folder, self.flags, self.scripts = folder, flags, str(scripts)
+    def __init__(self, folder, flags):
+        self.folder, self.flags = folder, flags
         self.processes, self.timeout = set(), 600
 
     def run(self, name, *flags, processes=1, scripts=None, folder=None, **job):
         """Make a run, wait for it, and return its Result. Raise Failed if it fails."""
         folder = self.folder / (folder or name)
         job = dict(kill_at=None, nudge=0, inspect=False) | job | dict(
-            scripts=str(scripts or self.scripts), folder=str(folder),
+            scripts=str(scripts or ROOT), folder=str(folder),
             flags=[*self.flags, *flags, f"--log_dir={folder}"])
         command = [sys.executable, __file__, "--child", json.dumps(job)]
         if processes > 1:
@@ -262,7 +262,7 @@ def committed(folder):
     """Return a folder with the scripts of the last commit."""
     done = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True)
     if done.returncode:
-        raise Failed("there is no committed version here")
+        raise Failed("no commit is here")
     with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
         archive.extractall(folder / "commit", filter="data")
     return folder / "commit"

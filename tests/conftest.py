@@ -28,14 +28,16 @@ import pytest
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
+os.environ["HF_HUB_OFFLINE"] = "1"  # huggingface_hub reads it when it is imported
 SHARED = Path(os.environ.get("GPT2_SHARED", ROOT.parent / "shared"))
 sys.path.insert(0, str(ROOT))
 import train_gpt2 as t  # noqa: E402
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # the environment of all programs that tests start
-# A shell script ignores SIGINT in its background jobs. Processes of the tests would inherit that
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# Background jobs of a shell script ignore SIGINT, and those of nohup SIGHUP. Runs would inherit that
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
 # The constants of the runs that tests start. eval_every is also the interval between checkpoints
 TINY = dict(
     encoding="bytes", n_layer=1, n_head=2, n_embd=16, T=16, B=4, total_batch_size=128,
@@ -243,7 +245,7 @@ FORKS = multiprocessing.get_context("forkserver")
 
 def start_forkserver():
     """Start the process that runs are forked from, unless it is running already."""
-    no_hub = {"HF_HUB_OFFLINE": "1", "HF_HOME": f"{tempfile.gettempdir()}/no_hf_{os.getpid()}"}
+    no_hub = {"HF_HOME": f"{tempfile.gettempdir()}/no_hf_{os.getpid()}"}
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     with mock.patch.dict(os.environ, ENV | no_hub | paths):
         forkserver.ensure_running()

@@ -1,14 +1,20 @@
 """Tests of check.py: what each check finds, and whole runs of it on edited copies of the script."""
+import json
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import SimpleNamespace
 
 import check
+import numpy as np
 import pytest
 import torch
-from conftest import ENV, ROOT, TINY, ids, shake, small, until
+from conftest import ENV, FORKS, ROOT, TINY, ids, shake, small, start_forkserver, until
 
 FLAGS = [f"--{name}={value}" for name, value in TINY.items()
          if name not in ("max_steps", "eval_every", "print_every", "hellaswag_every", "dtype")]
@@ -27,29 +33,74 @@ def copied(folder, *replacements):
     (folder / "train_gpt2.py").write_text(source)
     return [sys.executable, folder / "tests" / "check.py", *FLAGS]
 
-def lines_of(command, **options):
-    """Return the exit status of check.py, and {name of a check: its line}."""
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=600, **options)
-    lines = {line.split()[0]: line for line in done.stdout.splitlines() if ": " in line}
-    assert set(check.CHECKS) <= set(lines), (done.stdout, done.stderr)
-    return done.returncode, lines
+class ForkedPopen:
+    """A run that check.py starts, forked to save time. It has the methods of subprocess.Popen."""
+    def __init__(self, command, env, **options):
+        self.stderr = tempfile.mkstemp()[1]
+        self.process = FORKS.Process(target=run_child, args=(command[-1], env, self.stderr))
+        start_forkserver()
+        self.process.start()
 
-def test_the_unedited_script_keeps_its_promises(tmp_path):
-    command = copied(tmp_path)
+    def communicate(self, timeout):
+        self.process.join(timeout)
+        self.returncode = self.process.exitcode
+        return None, Path(self.stderr).read_text()
+
+    def poll(self):
+        return self.process.exitcode
+
+def run_child(job, env, stderr):
+    """Do in the forked process what `python check.py --child <job>` does."""
+    os.environ.update(env)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    for name in ("train_gpt2", "fineweb", "hellaswag"):
+        sys.modules.pop(name, None)  # the copies are imported instead
+    np.random.seed()  # a new process has a random state
+    check.child(json.loads(job))
+
+@pytest.fixture
+def run_check(tmp_path, monkeypatch, capsys):
+    """Return a function that checks the scripts in tmp_path, which copied() has written.
+
+    It returns the exit status, {name of a check: its line} and the lines of the facts.
+    """
+    def start(command, **options):  # a run with two processes is started by torchrun, as usual
+        forked = "torch.distributed.run" not in command
+        return (ForkedPopen if forked else subprocess.Popen)(command, **options)
+
+    def run_check():
+        with pytest.raises(SystemExit) as exited:
+            sys.exit(check.main())
+        checks, _, facts = capsys.readouterr().out.partition("\n\n")[2].partition("\n\n")
+        return exited.value.code, {line.split()[0]: line for line in checks.splitlines()}, facts
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    monkeypatch.setattr(sys, "argv", ["check.py", *FLAGS])
+    monkeypatch.setattr(check, "ROOT", tmp_path)
+    monkeypatch.setattr(check, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
+    # Processes of multiprocessing must be started and joined by the same thread
+    monkeypatch.setattr(check, "ThreadPoolExecutor", lambda max_workers: ThreadPoolExecutor(1))
+    before = signal.getsignal(signal.SIGTERM)
+    yield run_check
+    signal.signal(signal.SIGTERM, before)
+
+def test_the_unedited_script_keeps_its_promises(tmp_path, run_check):
+    copied(tmp_path)
     for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a",
                                                  "commit", "-qm", "a"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True, env=ENV)
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=600)
-    assert done.returncode == 0, (done.stdout, done.stderr)
-    assert done.stdout.count(": holds\n") == 10
-    [parameters] = [line for line in done.stdout.splitlines() if line.startswith("parameters")]
+    status, lines, facts = run_check()
+    assert status == 0 and lines.keys() == check.CHECKS.keys()
+    assert all(line.endswith(": holds") for line in lines.values())
+    [parameters] = [line for line in facts.splitlines() if line.startswith("parameters")]
     assert parameters.split()[1] == parameters.split()[2] != "-"
 
-def test_an_edit_that_breaks_promises_is_reported(tmp_path):
+def test_an_edit_that_breaks_promises_is_reported(tmp_path, run_check):
     """Layers are dropped by NumPy's generator, the loss covers half of the rows, and one weight is
     not trained. A check that raises an error names the line of the script.
     """
-    status, lines = lines_of(copied(
+    copied(
         tmp_path,
         ("        for block in self.transformer.h:\n            x = block(x)\n",
          "        for block in self.transformer.h:\n"
@@ -58,20 +109,21 @@ def test_an_edit_that_breaks_promises_is_reported(tmp_path):
          "logits[::2].flatten(0, 1), targets[::2].flatten(), ignore_index=-100)"),
         ("    others = [p for p in model.parameters() if p.requires_grad",
          "    others = [p for p in model.parameters() if p.shape != (16,) and p.requires_grad"),
-        ("        if temperature == 0:\n", "        if temperature == 0 and 1 / 0:\n")))
-    assert status == 1
+        ("        if temperature == 0:\n", "        if temperature == 0 and 1 / 0:\n"))
+    status, lines, facts = run_check()
+    assert status == 1 and lines.keys() == check.CHECKS.keys()
     for name in ("same", "resume", "loss", "trains"):
         assert "BROKEN" in lines[name], lines[name]
     assert "ln_1.weight is in 0 optimizer groups" in lines["trains"]
     assert "not checked (train_gpt2.py, line" in lines["samples"]
     assert "if temperature == 0 and 1 / 0: (ZeroDivisionError" in lines["samples"]
     assert lines["saved"].endswith(": holds")
+    assert facts == "There are no facts about the committed version: no commit is here\n"
 
-def test_a_script_that_does_not_train_is_reported(tmp_path):
-    command = copied(tmp_path, ("        x = self.transformer.ln_f(x)\n", "        x = x.foo()\n"))
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=600)
-    assert done.returncode == 1
-    assert "does not train: train_gpt2.py, line" in done.stderr and "x = x.foo()" in done.stderr
+def test_a_script_that_does_not_train_is_reported(tmp_path, run_check):
+    copied(tmp_path, ("        x = self.transformer.ln_f(x)\n", "        x = x.foo()\n"))
+    message = run_check()[0]
+    assert "does not train: train_gpt2.py, line" in message and "x = x.foo()" in message
 
 def test_sigterm_ends_all_runs(tmp_path):
     (tmp_path / "temporary").mkdir()

@@ -19,10 +19,8 @@ def rotate(x):
 
 class MLP("""
 
-GROUPED = """q, k, v = self.c_attn(x).split([C, C // self.n_head, C // self.n_head], dim=-1)
-        q, k, v = (part.view(B, T, -1, C // self.n_head).transpose(1, 2) for part in (q, k, v))
-        y = F.scaled_dot_product_attention(
-            q, k, v, enable_gqa=True,"""
+GROUPED = """q, k, v = self.c_attn(x).split([C, C // self.n_head, C // self.n_head], dim=2)
+"""
 
 AVERAGE = """with torch.no_grad():
         for name, p in run.model.named_parameters():
@@ -48,9 +46,9 @@ EDITS = {
     "grouped-query attention": (NOT_EXPORTED, {
         "nn.Linear(config.n_embd, 3 * config.n_embd)":
             "nn.Linear(config.n_embd, config.n_embd + 2 * config.n_embd // config.n_head)",
-        "q, k, v = self.c_attn(x).view(B, T, 3, self.n_head, C // self.n_head)"
-        ".permute(2, 0, 3, 1, 4)\n        y = F.scaled_dot_product_attention(\n"
-        "            q, k, v,": GROUPED}),
+        "q, k, v = self.c_attn(x).split(C, dim=2)\n": GROUPED,
+        "view(B, T, self.n_head, C": "view(B, T, -1, C",
+        "            q, k, v,": "            q, k, v, enable_gqa=True,"}),
     "untied head": (NOT_EXPORTED, {
         "        self.lm_head.weight = self.transformer.wte.weight\n": ""}),
     "z-loss": (EXPORTED, {"return (logits[...": Z_LOSS}),

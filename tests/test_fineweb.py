@@ -325,16 +325,14 @@ def test_a_text_that_tiktoken_refuses_is_tokenized(gpt2_encoding, tmp_path, make
     assert gpt2_encoding.decode(tokens) == "".join("<|endoftext|>" + text for text in texts)
     assert tokens[-2:] == [50256, *gpt2_encoding.encode_ordinary("after")]
 
-def test_advice_for_a_small_corpus_is_accepted(tmp_path, make):
-    """The same folder can be used with the --shard_size that the message suggests."""
+def test_a_corpus_of_one_shard_is_refused(tmp_path, make):
+    """The same folder can be used with a smaller --shard_size, as the message says."""
     write(tmp_path / "in/a.jsonl", jsonl(["a" * 400] * 8))
-    with refused("3,208 tokens.*nothing to train on.*--shard_size=") as e:
+    with refused("3,208 tokens.*nothing to train on.*smaller --shard_size"):
         make(tmp_path / "in", tmp_path / "out")
-    size = int(re.search(r"--shard_size=(\d+)\b", str(e.value))[1])
-    del e  # its traceback holds the folder's lock
-    make(tmp_path / "in", tmp_path / "out", shard_size=size)
+    make(tmp_path / "in", tmp_path / "out", shard_size=1100)
     assert len(tokens_of(tmp_path / "out")) == 3208
-    with refused(r" 0 tokens.*Use more text in .parquet, .jsonl.*max_shards\.$"):
+    with refused(r" 0 tokens.*Use more text in .parquet, .jsonl"):
         make(ROOT / "tests", tmp_path / "none")
 
 @pytest.mark.parametrize("change, says", [
@@ -471,7 +469,7 @@ def hub(corpus, tmp_path_factory):
         yield server
         server.shutdown()
 
-@pytest.mark.parametrize("trouble", [None, 500, 429, "cut"])
+@pytest.mark.parametrize("trouble", [None, 429, "cut"])
 def test_a_dataset_on_the_hub_gives_the_same_shards(hub, whole, tmp_path, trouble):
     """It is not stored. Requests that fail are repeated, also while a run continues."""
     fails_now = iter([False, True])  # the second request for a part of a file fails
@@ -513,7 +511,7 @@ def test_ctrl_c_during_a_download(hub, tmp_path):
 # ----------------------------------------------------------------------------- shared helpers
 def test_end_of_text_is_special_only_on_request():
     """Also in a text that has to be encoded in parts, of which none cuts <|endoftext|>."""
-    for text in ("a<|endoftext|>" * 300, "a<|endoftext|>" * 20_000 + "b" * 250_000):
+    for text in ("a<|endoftext|>" * 300, "a<|endoftext|>" * 9_000 + "b" * 100_001):
         for special in (False, True):
             expected = BYTES.encode(text, allowed_special="all" if special else set(),
                                     disallowed_special=())

@@ -283,9 +283,9 @@ def main(data, monkeypatch):
     return run
 
 def test_transformers_scores_are_those_of_a_plain_loop(folder, gpt2_encoding, tmp_path):
-    """This holds for 77 real questions. Weights in float16 are scored in float32."""
+    """This holds for 25 real questions. Weights in float16 are scored in float32."""
     lines = (shared("hellaswag") / "hellaswag_val.jsonl").read_text("utf-8").splitlines()
-    questions = [json.loads(line) for line in lines if len(line) < 400][:77]
+    questions = [json.loads(line) for line in lines if len(line) < 400][:25]
     model, text_to_ids = hellaswag.load_model(str(folder), "cpu")
     assert text_to_ids == hellaswag.gpt2_encode
     assert_same(model, questions, lambda idx: model(idx).logits, gpt2_encoding.encode_ordinary)

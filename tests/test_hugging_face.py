@@ -40,7 +40,7 @@ def assert_same_logits(ours, theirs):
     torch.testing.assert_close(a, b, atol=1e-4, rtol=0)
 
 @pytest.mark.parametrize("n_layer, n_head, vocab_size, encoding, dtype", [
-    (12, 12, 257, "bytes", torch.float32), (48, 25, 300, "", torch.bfloat16),
+    (12, 12, 257, "bytes", torch.float32), (48, 25, 300, "mine", torch.bfloat16),
     (1, 8, 50257, "gpt2", torch.float32)])
 def test_weights_of_every_shape_are_loaded(n_layer, n_head, vocab_size, encoding, dtype, tmp_path):
     """A loaded model has the same logits as the model in transformers and is always in float32.
@@ -50,7 +50,7 @@ def test_weights_of_every_shape_are_loaded(n_layer, n_head, vocab_size, encoding
     """
     hf = hf_model(n_layer=n_layer, n_head=n_head, n_embd=2 * n_head, vocab_size=vocab_size)
     hf.to(dtype).save_pretrained(tmp_path, max_shard_size="100KB")
-    model = t.GPT.from_pretrained(tmp_path, dropout=0.3)
+    model = t.GPT.from_pretrained(tmp_path, dropout=0.3, encoding="mine")
     assert model.config == t.GPTConfig(
         block_size=32, vocab_size=vocab_size, n_layer=n_layer, n_head=n_head, n_embd=2 * n_head,
         dropout=0.3, encoding=encoding)
@@ -197,9 +197,8 @@ BAD_SOURCES = {
     "nothing to sample": (dict(sample=1, log_dir="none"), ["log_dir=none", "--init_from"])}
 
 @pytest.mark.parametrize("name", BAD_SOURCES)
-def test_a_bad_source_is_reported_in_one_line(name, monkeypatch):
+def test_a_bad_source_is_reported_in_one_line(name):
     """Weights that do not exist, are damaged or do not fit are refused, and the line says why."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     hf_model().save_pretrained("start")
     hf_model(vocab_size=300).save_pretrained("hf300")
     save_checkpoint("other.pt", our_model(vocab_size=300))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import (
     ROOT, TINY, Forked, ask_four_questions, assert_close_logs, device_type, flags, load,
-    no_questions, one_line, raise_at, read_log, run_script, slow_saves, succeed,
+    no_questions, one_line, raise_at, read_log, slow_saves, succeed,
     together, train, write_text)
 from torch.nn import functional as F
 
@@ -41,19 +41,19 @@ def test_the_quick_start(tmp_path):
     save_shards(tmp_path / "edu_fineweb10B", train=0)
     shorter = ["--max_steps=15", "--eval_every=15", "--sample_every=15", "--val_tokens=4096",
                "--sample_tokens=50"]
-    done = run_script("train_gpt2.py", *shorter, f"--device={device_type()}", cwd=tmp_path)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("Quick start") and "python fineweb.py" in done.stdout
-    assert "settings  SMALL" in done.stdout and "n_layer=3" in done.stdout
-    assert "max_steps=15 ends during warmup_steps=20" in done.stdout
-    assert re.findall(r"^ +(\d+)/15 train", done.stdout, re.M) == ["0", "10"]
-    assert done.stdout.count("--- sample at step 15") == done.stdout.count("--- sample") == 1
-    assert "--sample=3 --log_dir=log_small" in done.stdout
+    done = succeed(Forked(None, *shorter, without=TINY, device=device_type(), cwd=tmp_path,
+                          hide=()))
+    assert done.out.startswith("Quick start") and "python fineweb.py" in done.out
+    assert "settings  SMALL" in done.out and "n_layer=3" in done.out
+    assert "max_steps=15 ends during warmup_steps=20" in done.out
+    assert re.findall(r"^ +(\d+)/15 train", done.out, re.M) == ["0", "10"]
+    assert done.out.count("--- sample at step 15") == done.out.count("--- sample") == 1
+    assert "--sample=3 --log_dir=log_small" in done.out
     values = read_log(tmp_path / "log_small")
     values = {key: values[key] for key in values if key[1] != "norm"}
     assert set(values) == {(0, "val"), (15, "val"), *((step, "train") for step in range(15))}
     assert values[15, "val"] < 3.5 < values[0, "val"]
-    val, bits = re.search(r" 15/15 val (.*) \((.*) bits per byte\)", done.stdout).groups()
+    val, bits = re.search(r" 15/15 val (.*) \((.*) bits per byte\)", done.out).groups()
     assert float(val) == pytest.approx(values[15, "val"], abs=1e-4)
     assert float(bits) == pytest.approx(float(val) / np.log(2), abs=1e-3)  # each token is one byte
     run = succeed(Forked(None, without=TINY, sample=2, sample_tokens=5, cwd=tmp_path))
