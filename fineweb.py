@@ -103,7 +103,7 @@ def encode(encoding, text, special=False):
         return encode_part(text)
     except ValueError:
         # tiktoken refuses some texts, for example a million spaces before a letter. Encode such a
-        # text in parts, but do not cut <|endoftext|>
+        # text in parts of at most 100,000 characters, but do not cut <|endoftext|>
         parts = re.findall(r"<\|endoftext\|>|(?:(?!<\|endoftext\|>)[\s\S]){1,100000}", text)
         return np.concatenate([encode_part(part) for part in parts])
 
@@ -298,8 +298,8 @@ def tokenize(texts, encoding):
     """
     parts = [np.append(encoding.eot_token, encode(encoding, text))
              for text in texts if text.strip()]
-    # The empty list is for batches of blank texts. "unsafe" is safe here, because all ids fit
-    return np.concatenate([[], *parts], dtype=token_dtype(encoding), casting="unsafe")
+    # The empty array is for batches in which all texts are blank
+    return np.concatenate([np.empty(0, int), *parts]).astype(token_dtype(encoding))
 
 def tokenize_all(batches, encoding, nprocs):
     """Tokenize batches in nprocs threads. tiktoken releases the GIL while it works.
@@ -389,6 +389,7 @@ def add_shards(cfg, files, shards):
     and OSError if a shard cannot be written.
     """
     encoding = get_encoding(cfg.encoding)
+    # An entry of the manifest also names the place where its shard ends
     start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}
     write_manifest(cfg, files, shards)  # the old one may list shards that were deleted
     jobs = tokenize_all(read_batches([url for url, size in files], start), encoding,

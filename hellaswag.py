@@ -123,10 +123,10 @@ def tokenize(example, encode=gpt2_encode):
     encode: a function from a text to its token ids.
     """
     # An ending follows a space. encode(" " + ending) would be wrong for tokenizers that add a start
-    # token or another space at the beginning of every text. So encode "a " + ending, and remove the
-    # ids that encode("a") returns
-    n_before_space = len(encode("a"))
-    return encode(example["ctx"]), [encode("a " + ending)[n_before_space:]
+    # token or another space at the beginning of every text. So encode "a " + ending, and remove as
+    # many ids as encode("a") returns
+    n_removed = len(encode("a"))
+    return encode(example["ctx"]), [encode("a " + ending)[n_removed:]
                                     for ending in example["endings"]]
 
 def pad(rows):

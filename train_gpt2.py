@@ -125,7 +125,7 @@ FINETUNE = dict(
     total_batch_size=2048, B=4, max_lr=1e-4, min_lr=0.0, lr_shape="linear", warmup_steps=10,
     epochs=4.0, eval_every=20, keep_every=0, val_tokens=131072, hellaswag_every=0, sample_every=50,
     sample_prompt="\n", sample_tokens=100, log_dir="log_finetune")
-PRESETS = {"SMALL": SMALL, "FINETUNE": FINETUNE}
+PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 
 # ---- GPT-2
 @dataclass
@@ -181,6 +181,12 @@ class Block(nn.Module):
         x = x + self.dropout(self.attn(self.ln_1(x)))
         return x + self.dropout(self.mlp(self.ln_2(x)))
 
+def seed_from(*key):
+    """Return a seed that is derived from numbers and strings, as in seed_from(seed, name)."""
+    return int(np.random.SeedSequence([
+        zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key
+    ]).generate_state(1)[0])
+
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019, section 2.3).
 
@@ -235,9 +241,9 @@ class GPT(nn.Module):
         without targets. Targets of -100 are ignored. Validation also uses this loss, so put a
         term that only training should minimize (for example a z-loss) under `if self.training`.
 
-        With return_logits=False, None is returned instead of the logits. A training step uses this
-        option because torch.compile would otherwise allocate a gradient for the returned logits,
-        13 GB at B=64.
+        With return_logits=False, None is returned instead of the logits, which are computed anyway.
+        Training uses this option because torch.compile would otherwise allocate a gradient for the
+        returned logits, 13 GB at B=64.
         """
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
@@ -292,18 +298,12 @@ class GPT(nn.Module):
         Raise UserError if the weights cannot be read or do not fit this class.
         """
         path = Path(source) if str(source).endswith(".pt") else best_checkpoint(source)
-        if path is None:
+        if path is None:  # `source` is not the folder of a run
             return gpt_from_hugging_face(source, dropout, encoding)
         checkpoint = read_checkpoint(path)
         model = cls(replace(GPTConfig(**checkpoint["gpt_config"]), dropout=dropout))
         load_weights(model, checkpoint["model"], path)
         return model
-
-def seed_from(*key):
-    """Return a seed that is derived from numbers and strings, as in seed_from(seed, name)."""
-    return int(np.random.SeedSequence([
-        zlib.crc32(part.encode()) if isinstance(part, str) else part for part in key
-    ]).generate_state(1)[0])
 
 # ---- Data
 class DataLoaderLite:
@@ -332,19 +332,17 @@ class DataLoaderLite:
 
     def locate(self, row):
         """Return the shard (its index) and the token at which a row begins. row: the row number."""
-        # The comments at the ends of the lines give an example: row number 765, where T is 8, and
-        # shards 0, 1 and 2 have 30, 50 and 40 rows
-        epoch, n_read_in_epoch = divmod(row, self.rows_per_epoch)  # 765 = 6 * 120 + 45, so 6 and 45
+        # Divide the row number into an epoch, a position in the epoch, and a position in a shard.
+        # The comments give an example with row 765, T = 8, and shards of 30, 50 and 40 rows
+        epoch, position = divmod(row, self.rows_per_epoch)     # epoch 6, position 45 of 120
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1 (random)
-        n_rows = self.rows_in_shard[shard_order]                   # 40, 30, 50
-        n_rows_before = n_rows.cumsum() - n_rows                   # 0, 40, 70
-        i = int(n_rows_before.searchsorted(n_read_in_epoch, side="right")) - 1  # 1: 40 <= 45 < 70
-        shard = int(shard_order[i])                                # 0, since the order is 2, 0, 1
-        n_read_in_shard = n_read_in_epoch - int(n_rows_before[i])  # 45 - 40 = 5
-        # The order in which this epoch reads the 30 rows of shard 0. In the example, its element
-        # with index 5 is 17. So the row to read is the one that begins at token 17 * T
-        order_in_shard = order_of(int(n_rows[i]), self.shuffle, self.seed, epoch, shard)
-        start = int(order_in_shard[n_read_in_shard]) * self.T      # 17 * 8 = 136
+        n_rows = self.rows_in_shard[shard_order]               # 40, 30, 50
+        n_before = n_rows.cumsum() - n_rows                    # the shards begin at 0, 40 and 70
+        i = int(n_before.searchsorted(position, side="right")) - 1  # 1, since 40 <= 45 < 70
+        shard = int(shard_order[i])                            # 0
+        position -= int(n_before[i])                           # position 5 of 30 in this shard
+        row_order = order_of(int(n_rows[i]), self.shuffle, self.seed, epoch, shard)
+        start = int(row_order[position]) * self.T              # 136, if row_order[5] is 17
         if self.shift:
             # Multiples of 0.618, modulo 1, are spread evenly, so nearby epochs get distant shifts
             start = max(0, start - int(0.618 * epoch * self.T) % self.T)
@@ -389,8 +387,8 @@ def open_data(cfg, encoding):
     """Return the loaders for training and validation.
 
     If a text file contains the characters <|endoftext|>, they become the special token that
-    separates documents. Raise UserError if the data is unreadable, too short or needs a different
-    encoding.
+    separates documents. encoding: a tiktoken.Encoding. Raise UserError if the data is unreadable,
+    too short or needs a different encoding.
     """
     is_text = Path(cfg.data).is_file()
     if is_text:  # the last tenth is for validation
@@ -434,8 +432,7 @@ def open_shard(path):
 def tokens_per_byte(loader, encoding):
     """Return the number of tokens per byte of text, estimated from the first 2**18 tokens or fewer.
 
-    It converts a loss per token to a loss per byte, which is comparable across encodings.
-    <|endoftext|> is a token without bytes.
+    It converts a loss per token to one per byte, to compare encodings. <|endoftext|> has no bytes.
     """
     x, _ = loader.batch(0, min(loader.rows_per_epoch, max(1, 2**18 // loader.T)))
     tokens = x.flatten().numpy()
@@ -574,25 +571,11 @@ def join_processes(device):
     # If a process dies, torchrun may start all of them again (--max-restarts). A prefix for each
     # restart keeps them from finding the addresses of dead processes in torchrun's store
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store = dist.PrefixStore(restart, next(dist.rendezvous("env://"))[0])
+    store, *_ = next(dist.rendezvous("env://"))
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(
-        backend="nccl" if gpu else "gloo", store=store, rank=RANK, world_size=WORLD_SIZE,
-        device_id=gpu, timeout=datetime.timedelta(hours=1))  # others wait while rank 0 samples
-
-def stop_on_signals(run):
-    """Make Ctrl-C, SIGTERM and SIGHUP end training after the current step, which is then saved.
-
-    A second signal ends the process at once, except under torchrun, where each Ctrl-C comes twice.
-    """
-    def receive(number, frame):
-        run.stop = True
-        print0("Stopping after this step is finished and saved.")
-        if "RANK" not in os.environ:
-            signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, receive)
+        backend="nccl" if gpu else "gloo", store=dist.PrefixStore(restart, store), rank=RANK,
+        world_size=WORLD_SIZE, device_id=gpu, timeout=datetime.timedelta(hours=1))
 
 def pick_dtype(choice, device):
     """Return the dtype for matrix multiplications. "auto" selects the fastest one that is safe."""
@@ -630,7 +613,7 @@ class Run:
     ddp_model: nn.Module          # the same, wrapped in DDP if there are several processes
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
-    autocast: partial             # returns torch.autocast's context manager for cfg.dtype
+    autocast: partial             # returns torch.autocast's context manager for the run's dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
     tokens_per_byte: float        # converts nats per token to nats per byte
@@ -642,8 +625,8 @@ class Run:
     seconds: list = field(default_factory=list)  # duration of each step since the last validation
     stop: bool = False            # set by Ctrl-C, SIGTERM and SIGHUP
     writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
-    last_save: object = None      # Future of the latest save
-    saved_step: int | None = None  # the step of this save
+    last_save: object = None      # Future of the last save, which `writer` does in a thread
+    saved_step: int | None = None  # the step of the last save
 
 def configure(flags):
     """Return the Config of a command. flags: {name: value} of the flags that were given.
@@ -651,14 +634,15 @@ def configure(flags):
     Flags override the preset, which overrides Config. Raise UserError for an impossible value.
     """
     data, preset, note = flags.get("data", Config.data), "Config", ""
-    if data == "edu_fineweb10B" and "data" not in flags and not find_shards(data)[0]:
+    # If no other `data` was chosen, with the flag or in Config, fall back to input.txt
+    if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
         note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
                 "To train GPT-2 (124M), run python fineweb.py, and repeat this command.\n\n")
     if os.path.isfile(os.path.expanduser(data)):
         from_scratch = flags.get("init_from", Config.init_from) == "scratch"
         preset = "SMALL" if from_scratch else "FINETUNE"
-    cfg = Config(**PRESETS.get(preset, {}) | flags | {"data": data})
+    cfg = Config(**PRESETS[preset] | flags | {"data": data})
     if "max_steps" in flags:
         cfg = replace(cfg, epochs=0.0)  # `epochs` in FINETUNE must not override --max_steps
     # A shell does not expand ~ after =
@@ -687,19 +671,22 @@ def check_values(cfg):
     if cfg.init_from == "resume":  # nanoGPT's way to resume a run
         raise UserError("To resume a run, repeat the command without --init_from=resume.")
 
-def build_model(cfg, flags, checkpoint_path=None):
+def build_model(cfg, flags, checkpoint=None):
     """Return the GPT of a run, and the Config, in which the constants of loaded weights are set.
 
-    With init_from, the weights are loaded from there or, if the run is resumed, from the checkpoint
-    at checkpoint_path. Raise UserError if this fails, or if a flag contradicts the weights.
+    checkpoint: that of a run to resume, whose weights restore() will load. init_from is then not
+    read again. Raise UserError if it cannot be read, or if a flag contradicts the weights.
     """
-    if cfg.init_from != "scratch":
-        model = GPT.from_pretrained(checkpoint_path or cfg.init_from, cfg.dropout, cfg.encoding)
-        return model, with_constants_of(model, cfg, flags)
-    config = GPTConfig(
-        block_size=cfg.T, vocab_size=get_encoding(cfg.encoding).n_vocab, n_layer=cfg.n_layer,
-        n_head=cfg.n_head, n_embd=cfg.n_embd, dropout=cfg.dropout, encoding=cfg.encoding)
-    return GPT(config, cfg.seed), cfg
+    if cfg.init_from == "scratch":
+        config = GPTConfig(
+            block_size=cfg.T, vocab_size=get_encoding(cfg.encoding).n_vocab, n_layer=cfg.n_layer,
+            n_head=cfg.n_head, n_embd=cfg.n_embd, dropout=cfg.dropout, encoding=cfg.encoding)
+        return GPT(config, cfg.seed), cfg
+    if checkpoint:
+        model = GPT(replace(GPTConfig(**checkpoint["gpt_config"]), dropout=cfg.dropout))
+    else:
+        model = GPT.from_pretrained(cfg.init_from, cfg.dropout, cfg.encoding)
+    return model, with_constants_of(model, cfg, flags)
 
 def with_constants_of(model, cfg, flags):
     """Return the Config with the constants of a model that was loaded from cfg.init_from.
@@ -737,7 +724,7 @@ def set_up(cfg, flags, device):
     """Return the Run for train(). If log_dir holds a checkpoint, the run continues from it."""
     found = find_checkpoints(cfg.log_dir)
     checkpoint = read_checkpoint(found[max(found)]) if found else None
-    model, cfg = build_model(cfg, flags, found[max(found)] if found else None)
+    model, cfg = build_model(cfg, flags, checkpoint)
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     cfg = fit_batch(cfg, train_loader.rows_per_epoch)
@@ -748,7 +735,7 @@ def set_up(cfg, flags, device):
     optimizers = configure_optimizers(model, cfg, muon_dtype)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # train_step() scales it with the schedule
+            group["initial_lr"] = group["lr"]  # the peak, which train_step() scales
     run = Run(
         cfg=cfg, device=device, model=model, ddp_model=model, optimizers=optimizers,
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
@@ -767,12 +754,12 @@ def set_up(cfg, flags, device):
         import hellaswag
         run.questions = hellaswag.prepare_on_all_ranks(model, encoding.encode_ordinary)
     print0(f"machine   {WORLD_SIZE} x {device.type}, {dtype}, compile={compiled}")
-    begin(run, resumed=checkpoint is not None)
+    prepare_log_dir(run, resumed=checkpoint is not None)
     stop_on_signals(run)
     return run
 
-def begin(run, resumed):
-    """Print what will run, write config.json and a copy of this script, and open log.txt.
+def prepare_log_dir(run, resumed):
+    """Write config.json and a copy of this script, open log.txt, and print what will run.
 
     The log of a run that was never saved is replaced.
     """
@@ -780,9 +767,6 @@ def begin(run, resumed):
     print0(f"{cfg}\nmodel     {n_parameters:,} parameters\n"
            f"training  {cfg.max_steps:,} steps, {cfg.max_steps * cfg.total_batch_size:,} tokens\n"
            f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.step} on")
-    if 0 < cfg.max_steps <= cfg.warmup_steps:
-        print0(f"!!! The learning rate never reaches max_lr: max_steps={cfg.max_steps} ends during "
-               f"warmup_steps={cfg.warmup_steps}. Lower --warmup_steps.")
     if RANK != 0:
         return
     folder, code, constants = Path(cfg.log_dir), Path(__file__).read_bytes(), asdict(cfg)
@@ -792,10 +776,25 @@ def begin(run, resumed):
     if resumed and copy.exists() and copy.read_bytes() != code:
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
         earlier = folder / f"train_gpt2_before_{run.step:05d}.py"
-        if not earlier.exists():  # otherwise no checkpoint comes from the version in `copy`
+        # If it exists, no step of the version in `copy` was saved before the next edit
+        if not earlier.exists():
             copy.rename(earlier)
     write_whole(copy, lambda file: file.write(code))
     run.log = open(folder / "log.txt", "ab" if resumed else "wb", buffering=0)
+
+def stop_on_signals(run):
+    """Make Ctrl-C, SIGTERM and SIGHUP end training after the current step, which is then saved.
+
+    A second signal ends the process at once, except under torchrun, where each Ctrl-C comes twice.
+    """
+    def receive(number, frame):
+        run.stop = True
+        print0("Stopping after this step is finished and saved.")
+        if "RANK" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) != signal.SIG_IGN:  # nohup makes the process ignore SIGHUP
+            signal.signal(number, receive)
 
 # ---- Training
 @torch.no_grad()
@@ -811,7 +810,7 @@ def validation_loss(run):
     for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
         # The last batch also has B rows, because a compiled model would be compiled again for a
-        # different shape. Ignore the targets of those beyond n_rows
+        # different shape. Ignore its rows beyond n_rows. (In other batches, this slice is empty)
         y[n_rows - row:] = -100
         with run.autocast():
             _, loss = run.model(x, y, return_logits=False)
@@ -848,18 +847,19 @@ def train_step(run):
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)
-    # If a float16 gradient overflows, no optimizer may take a step. (GradScaler.step() decides
-    # separately for each one, but clipping by an infinite norm has corrupted all gradients)
+    # If a float16 gradient overflows, no optimizer may take a step, because clipping by an infinite
+    # norm has corrupted all gradients. (GradScaler.step() decides separately for each optimizer)
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
+        for group in optimizer.param_groups:  # initial_lr is the group's peak learning rate
             group["lr"] = group["initial_lr"] * get_lr(run.step, cfg) / cfg.max_lr
         if not overflowed:
             run.scaler.step(optimizer)
         optimizer.zero_grad()
     run.scaler.update()  # after an overflow, this lowers the loss scale
     run.step += 1
-    # If one process has received a signal, all stop, so add up their flags together with the losses
+    # Add up the losses and the stop flags of all processes. If one has received a signal, all stop.
+    # (The norm is the same in all of them)
     sums = torch.stack((loss_of_step, norm, torch.full_like(norm, run.stop)))
     if WORLD_SIZE > 1:
         dist.all_reduce(sums)
@@ -890,7 +890,7 @@ def evaluate(run):
                 run.best_loss, run.best_step = loss, step
             save(run)
     if due(cfg.hellaswag_every, run) and run.questions:
-        import hellaswag  # here, since only this evaluation needs hellaswag.py
+        import hellaswag
         with run.autocast():
             acc_norm = hellaswag.evaluate(run.model, run.questions).acc_norm
         report(run, step, "hella", acc_norm)
@@ -970,7 +970,7 @@ def restore(run, checkpoint):
         checkpoint[name] for name in ("step", "best_loss", "best_step"))
 
 # Constants that may differ when a run is resumed. (dtype and B affect rounding, B also the dropout
-# masks. check_same_training() compares the number of tokens in `data`, not its path)
+# masks. Of `data`, the number of tokens is compared, and of `epochs`, the resulting max_steps)
 MAY_CHANGE = {
     "data", "B", "epochs", "print_every", "eval_every", "keep_every", "val_tokens",
     "hellaswag_every", "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k",
@@ -1066,7 +1066,7 @@ def write_checkpoint(cfg, checkpoint):
         return
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
     found = find_checkpoints(cfg.log_dir)
-    if best_step is None or best_step in found:  # if the best one could not be saved, delete none
+    if best_step is None or best_step in found:  # if saving the best one failed, delete none
         for other in found.keys() - {step, best_step}:
             if not cfg.keep_every or other % cfg.keep_every:
                 found[other].unlink()
@@ -1202,7 +1202,7 @@ def print_samples(cfg, flags, device):
         cfg = replace(cfg, init_from=cfg.log_dir)
         if not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} has no weights: train, or set --init_from.")
-    source = best_checkpoint(cfg.init_from) or cfg.init_from
+    source = best_checkpoint(cfg.init_from) or cfg.init_from  # if from a run, name the checkpoint
     model = GPT.from_pretrained(source, encoding=cfg.encoding).to(device)
     cfg = with_constants_of(model, cfg, flags)
     print0(f"Samples from {source}:")
