@@ -11,8 +11,9 @@ shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as without the interruption.
 
 The first half of this file holds the helpers that all three scripts share. They
-are not in train_gpt2.py, because that script runs as __main__, and another
-script that imported it would get a second copy of the module.
+are not in train_gpt2.py, because that script runs as __main__. Another script
+that imported it would get a second copy of the module and of UserError, which
+main() would not catch.
 """
 import argparse
 import dataclasses
@@ -169,7 +170,7 @@ def lock_folder(name, folder):
                         f"which files can be written.") from None
     return lock
 
-def read_choice(text):
+def bool_or_text(text):
     """Convert "true" and "false", in lower or upper case, to bool. Return other texts unchanged."""
     return {"true": True, "false": False}.get(text.lower(), text)
 
@@ -194,7 +195,7 @@ def parse_flags(cls, doc, presets=None):
         parser.add_argument(
             f"--{field.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"),
             choices=choices, metavar="|".join(map(str, choices or ["X"])),
-            type=read_choice if choices else field.type)
+            type=bool_or_text if choices else field.type)
 
     def refuse(message):
         raise UserError(f"{message} (--help lists every flag).")
@@ -234,9 +235,9 @@ def find_files(source, remote_name):
 def open_stream(url):
     """Return an IterableDataset with the rows of a file. A row is a dict with the key "text".
 
-    In a parquet file, the value is bytes or None, because a column of strings may hold bytes that
-    are not UTF-8. In other files, it is a whole line, because the format "json" of `datasets` does
-    not accept lines with different keys.
+    In a parquet file, row["text"] is the text as bytes (a column of strings may hold bytes that are
+    not UTF-8) or None. In other files, it is a whole line, for text_of() to parse, because the
+    format "json" of `datasets` does not accept lines with different keys.
     """
     import datasets
     datasets.config.TORCH_AVAILABLE = False  # otherwise it imports torch, in 2 s and 150 MB
@@ -256,6 +257,7 @@ def text_of(value):
     """
     if not isinstance(value, str):  # from a parquet file
         return (value or b"").decode("utf-8", "replace")
+    # A blank line is an empty document
     document = json.loads(value.strip("\ufeff \t\n\v\f\r") or '{"text": ""}')
     if not (isinstance(document, dict) and "text" in document
             and isinstance(document["text"], str | None)):
@@ -288,8 +290,8 @@ def read_batches(urls, start):
 # ------------------------------------------------------------------------------------- shards
 # Tokenize batches in threads and cut their tokens into shards. manifest.json lists the finished
 # shards, the place in the corpus where each of them ends, and the settings that determine their
-# content. For example, {"file": 2, "row": 300, "used": 1200} is the place 1,200 tokens into the
-# batch that begins at row 300 of file 2. A run that is resumed starts at the last place.
+# content. For example, {"file": 2, "row": 320, "used": 1200} is the place 1,200 tokens into the
+# batch that begins at row 320 of file 2. A run that is resumed starts at the last place.
 def tokenize(texts, encoding):
     """Return the tokens (n,) of a list of texts, each text after an <|endoftext|> token.
 
@@ -347,8 +349,8 @@ def settings_of(cfg, files, shards):
     This is shard_size, the encoding, and the name and size of each file from which they were made.
     files: [(path or URL, size in bytes)] of the whole corpus. shards: entries of the manifest.
     """
-    # Only the files up to the one in which the last shard ends. The last shard of a corpus, which
-    # is usually not full, ends after the last file, and then these are all files
+    # The shards were made from the files up to the one in which the last shard ends. (The corpus's
+    # last shard ends after all files)
     used_files = files[:shards[-1]["file"] + 1] if shards else []
     return {"shard_size": cfg.shard_size, "encoding": cfg.encoding} | {
         f"file {number}": f"{os.path.basename(url)}, {size} bytes"
@@ -357,6 +359,7 @@ def settings_of(cfg, files, shards):
 def find_finished(cfg, files):
     """Return the manifest's entries for the shards in local_dir that need not be made again.
 
+    In the first run, which finds no manifest, there are none.
     If a shard was deleted, it and all later shards are made again. If the settings have changed,
     raise UserError, unless there is only a validation shard, which is then made again.
     """

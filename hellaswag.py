@@ -212,7 +212,7 @@ def prepare_on_all_ranks(model, encode):
 def rank_and_world_size():
     """Return this process's rank and the number of processes; (0, 1) without a process group.
 
-    This does not read torchrun's environment, because models may also be scored in a notebook.
+    This does not read torchrun's variables, which may be set although no process group exists.
     """
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()

@@ -97,7 +97,7 @@ class Config:
     # Monitoring. For the settings that end in _every, 0 means never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations, each of which also saves the run
-    keep_every: int = 5000          # keep checkpoints at multiples of this, the newest and the best
+    keep_every: int = 5000          # keep checkpoints at multiples; newest and best are always kept
     val_tokens: int = 10485760      # tokens per validation; each validation reads the same ones
     hellaswag_every: int = 250      # steps between evaluations on HellaSwag
     sample_every: int = 1000        # steps between samples; one GPU samples while the others wait
@@ -125,7 +125,7 @@ FINETUNE = dict(
     total_batch_size=2048, B=4, max_lr=1e-4, min_lr=0.0, lr_shape="linear", warmup_steps=10,
     epochs=4.0, eval_every=20, keep_every=0, val_tokens=131072, hellaswag_every=0, sample_every=50,
     sample_prompt="\n", sample_tokens=100, log_dir="log_finetune")
-PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
+PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}  # values that differ from Config
 
 # ---- GPT-2
 @dataclass
@@ -190,7 +190,7 @@ def seed_from(*key):
 class GPT(nn.Module):
     """GPT-2 (Radford et al. 2019, section 2.3).
 
-    Parameters have the same names as in Hugging Face's GPT-2, where some matrices are transposed.
+    Parameters have the same names as in Hugging Face's GPT-2, which stores some of them transposed.
 
     seed: determines the initial weights. The default is the last seed given to torch.manual_seed().
     """
@@ -255,11 +255,10 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, number of rows of lm_head)
-        # Mask the columns that belong to no token, so that their probability is 0 in the loss. They
-        # are removed below, after the loss, because removing them here would make a compiled step
-        # on an H100 5% slower. (Masking after float() would need 6 GiB more at B=64)
-        padding = torch.arange(logits.size(-1), device=x.device) >= self.config.vocab_size
-        logits = logits.masked_fill(padding, -math.inf).float()
+        # Columns that belong to no token get probability 0. (Removing them before the loss makes a
+        # compiled step on an H100 5% slower. Masking them after float() needs 6 GiB more)
+        no_token = torch.arange(logits.size(-1), device=x.device) >= self.config.vocab_size
+        logits = logits.masked_fill(no_token, -math.inf).float()
         loss = None if targets is None else F.cross_entropy(
             logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
         return (logits[..., :self.config.vocab_size] if return_logits else None), loss
@@ -307,20 +306,20 @@ class GPT(nn.Module):
 
 # ---- Data
 class DataLoaderLite:
-    """Cuts shards into rows, and returns the row at any position in the order of training.
+    """Cuts shards into rows, and returns any of them by its row number.
 
     A row has T + 1 tokens. The model reads the first T tokens and predicts the last T. The rows of
     a shard begin at its tokens 0, T, 2 T and so on, so the last token of a row is also the first
     token of the next one.
 
     An epoch reads each row once, one shard after another. With `shuffle`, the order of the shards
-    and the order of the rows in a shard are drawn from (seed, epoch). Row numbers count the rows
-    over all epochs: if the shards have 12 rows, then epoch 0 reads them as row numbers 0 to 11, and
-    epoch 1 reads the same rows, in a different order, as row numbers 12 to 23.
+    and the order of the rows in each shard are random, and new in each epoch. Row numbers count the
+    rows that are read, over all epochs: if the shards have 12 rows, then epoch 0 reads them as row
+    numbers 0 to 11, and epoch 1 reads them, in a different order, as row numbers 12 to 23.
 
-    With `shift`, which is used for shuffled text files, the rows of an epoch begin 0 to T - 1
-    tokens earlier, so that even a small text yields new rows in each epoch. (The first row of a
-    shard still begins at token 0, and overlaps the second one.)
+    With `shift`, which is used for shuffled text files, all rows of an epoch begin earlier by the
+    same number of tokens, 0 to T - 1, so that even a small text yields new rows in each epoch. (The
+    first row of a shard still begins at token 0, and overlaps the second one.)
 
     shards: arrays of token ids (N,), for example memory-mapped files.
     """
@@ -332,17 +331,16 @@ class DataLoaderLite:
 
     def locate(self, row):
         """Return the shard (its index) and the token at which a row begins. row: the row number."""
-        # Divide the row number into an epoch, a position in the epoch, and a position in a shard.
         # The comments give an example with row 765, T = 8, and shards of 30, 50 and 40 rows
-        epoch, position = divmod(row, self.rows_per_epoch)     # epoch 6, position 45 of 120
+        epoch, in_epoch = divmod(row, self.rows_per_epoch)     # number 45 of the 120 in epoch 6
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1 (random)
         n_rows = self.rows_in_shard[shard_order]               # 40, 30, 50
         n_before = n_rows.cumsum() - n_rows                    # the shards begin at 0, 40 and 70
-        i = int(n_before.searchsorted(position, side="right")) - 1  # 1, since 40 <= 45 < 70
+        i = int(n_before.searchsorted(in_epoch, side="right")) - 1  # 1, since 40 <= 45 < 70
         shard = int(shard_order[i])                            # 0
-        position -= int(n_before[i])                           # position 5 of 30 in this shard
+        in_shard = in_epoch - int(n_before[i])                 # number 5 of the 30 in this shard
         row_order = order_of(int(n_rows[i]), self.shuffle, self.seed, epoch, shard)
-        start = int(row_order[position]) * self.T              # 136, if row_order[5] is 17
+        start = int(row_order[in_shard]) * self.T              # 136, if row_order[5] is 17
         if self.shift:
             # Multiples of 0.618, modulo 1, are spread evenly, so nearby epochs get distant shifts
             start = max(0, start - int(0.618 * epoch * self.T) % self.T)
@@ -443,7 +441,9 @@ def tokens_per_byte(loader, encoding):
 def get_lr(step, cfg):
     """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr.
 
-    AdamW uses this learning rate. Muon uses muon_lr_ratio times this learning rate.
+    This is AdamW's. train_step() scales the learning rate of each parameter group in the same way,
+    beginning from the one with which configure_optimizers() built it. So Muon's is muon_lr_ratio
+    times as high.
     """
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
@@ -491,8 +491,8 @@ class Muon(torch.optim.Optimizer):
                 if "momentum_buffer" not in self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 average = self.state[p]["momentum_buffer"]  # the running average of the gradient
-                average.lerp_(p.grad, 1 - momentum)  # a.lerp(b, w) is (1 - w) * a + w * b
-                # Nesterov momentum: what the average would become if this gradient came again
+                average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * grad
+                # Nesterov momentum does the same again, as if the next gradient were equal
                 ahead = p.grad.lerp(average, momentum).to(self.dtype)
                 # c_attn, three times as tall as wide, stacks the matrices of query, key and value
                 n = 3 if p.size(0) == 3 * p.size(1) else 1
@@ -529,6 +529,428 @@ def configure_optimizers(model, cfg, muon_dtype=torch.float32):
         optimizers.append(Muon(for_muon, lr=cfg.max_lr * cfg.muon_lr_ratio,
                                weight_decay=cfg.weight_decay, dtype=muon_dtype))
     return optimizers
+
+# ---- Training
+@dataclass
+class Run:
+    """What train() uses. `step`, `best_loss` and `best_step` change during training."""
+    cfg: Config
+    device: torch.device
+    model: nn.Module              # the GPT. If it is compiled, it is compiled in place
+    ddp_model: nn.Module          # the same, wrapped in DDP if there are several processes
+    optimizers: list
+    scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
+    autocast: partial             # returns torch.autocast's context manager for the run's dtype
+    train_loader: DataLoaderLite
+    val_loader: DataLoaderLite
+    tokens_per_byte: float        # converts nats per token to nats per byte
+    questions: object = None      # from hellaswag.prepare(); None if it is off or not available
+    step: int = 0                 # number of steps taken
+    best_loss: float = math.inf   # the lowest validation loss
+    best_step: int | None = None  # the step at which it was found
+    log: object = None            # log.txt, opened for appending; None except on rank 0
+    seconds: list = field(default_factory=list)  # duration of each step since the last validation
+    stop: bool = False            # set by Ctrl-C, SIGTERM and SIGHUP
+    writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
+    last_save: object = None      # Future of the last save, which `writer` does in a thread
+    saved_step: int | None = None  # the step of the last save, even if it failed
+
+@torch.no_grad()
+def validation_loss(run):
+    """Return the mean loss over val_tokens tokens of the validation data, in nats per token.
+
+    The losses of all targets are summed over all processes before dividing, so the result does not
+    depend on B or on the number of processes.
+    """
+    cfg, loader = run.cfg, run.val_loader
+    n_rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
+    sums = torch.zeros(2, device=run.device)  # the sum of the losses, and the number of targets
+    for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
+        x, y = loader.batch(row, cfg.B, run.device)
+        # The last batch also has B rows, because a compiled model would be compiled again for a
+        # different shape. Ignore its rows beyond n_rows. (In other batches, this slice is empty)
+        y[n_rows - row:] = -100
+        with run.autocast():
+            _, loss = run.model(x, y, return_logits=False)
+        n_targets = (y != -100).sum()
+        sums += torch.stack((loss * n_targets, n_targets))
+    if WORLD_SIZE > 1:
+        dist.all_reduce(sums)
+    return (sums[0] / sums[1]).item()
+
+def train_step(run):
+    """Take one optimizer step. Return the loss, the gradient's norm, and whether to stop.
+
+    The loss is the mean over the whole batch. The norm is measured before clipping. The CPU waits
+    for the GPU only once, at the end. (In float16, it also waits for GradScaler.)
+    """
+    cfg, rows = run.cfg, run.cfg.total_batch_size // run.cfg.T
+    # The row numbers at which this process's micro-batches begin. A step's rows are dealt out, B at
+    # a time, to rank 0, rank 1, ..., then to rank 0 again
+    starts = range(run.step * rows + RANK * cfg.B, (run.step + 1) * rows, WORLD_SIZE * cfg.B)
+    loss_of_step = torch.zeros((), device=run.device)
+    run.ddp_model.train()
+    for row in starts:
+        x, y = run.train_loader.batch(row, cfg.B, run.device)
+        torch.manual_seed(seed_from(cfg.seed, row))  # so that a resumed run has the same dropout
+        # DDP averages gradients over the processes. Only the last micro-batch needs that. The
+        # forward pass must also be inside no_sync(), because DDP prepares the averaging there
+        only_accumulate = WORLD_SIZE > 1 and row != starts[-1]
+        with run.ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
+            with run.autocast():
+                _, loss = run.ddp_model(x, y, return_logits=False)
+            # Gradients of micro-batches are added up, so divide to get their mean
+            run.scaler.scale(loss / len(starts)).backward()
+        loss_of_step += loss.detach() / len(starts)
+    run.ddp_model.eval()
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)
+    norm = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)
+    # If a float16 gradient overflows, no optimizer may take a step, because clipping by an infinite
+    # norm has corrupted all gradients. (GradScaler.step() decides separately for each optimizer)
+    overflowed = run.scaler.is_enabled() and not norm.isfinite()
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:  # initial_lr, from set_up(), is the group's peak
+            group["lr"] = group["initial_lr"] * get_lr(run.step, cfg) / cfg.max_lr
+        if not overflowed:
+            run.scaler.step(optimizer)
+        optimizer.zero_grad()
+    run.scaler.update()  # after an overflow, this lowers the loss scale
+    run.step += 1
+    # Add up losses, norms (all equal) and stop flags. If one process received a signal, all stop
+    sums = torch.stack((loss_of_step, norm, torch.full_like(norm, run.stop)))
+    if WORLD_SIZE > 1:
+        dist.all_reduce(sums)
+    loss, norm, stopped = (sums / WORLD_SIZE).tolist()
+    return loss, norm, stopped > 0
+
+def due(every, run):
+    """Return whether to act now: at multiples of `every` (0 = never), and after the last step."""
+    return every > 0 and (run.step % every == 0 or run.step == run.cfg.max_steps)
+
+def evaluate(run):
+    """Validate and save the run, score HellaSwag, and print a sample, each if it is due.
+
+    The run is saved before HellaSwag and the sample, so that nothing is lost if these fail.
+    """
+    cfg, step = run.cfg, run.step
+    if due(cfg.eval_every, run):
+        loss = validation_loss(run)
+        report(run, step, "val", loss)
+        print0(f"{step:5d}/{cfg.max_steps} val {loss:.4f} "
+               f"({loss * run.tokens_per_byte / math.log(2):.4f} bits per byte)")
+        if run.seconds:
+            report(run, step, "tok/s", cfg.total_batch_size / statistics.median_low(run.seconds))
+            run.seconds = []
+        # Do not save untrained weights, but do save pretrained ones, which may remain the best
+        if step > 0 or cfg.init_from != "scratch":
+            if loss < run.best_loss:
+                run.best_loss, run.best_step = loss, step
+            save(run)
+    if due(cfg.hellaswag_every, run) and run.questions:
+        import hellaswag
+        with run.autocast():
+            acc_norm = hellaswag.evaluate(run.model, run.questions).acc_norm
+        report(run, step, "hella", acc_norm)
+        print0(f"{step:5d}/{cfg.max_steps} hella {acc_norm:.4f}")
+    # Do not sample before the first step, except in a run that only evaluates
+    if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0) and RANK == 0:
+        with run.autocast():
+            text = sample_text(run.model, get_encoding(cfg.encoding), cfg, seed=cfg.seed + step)
+        print0(f"--- sample at step {step} ---\n{text}\n---")
+
+def train(run):
+    """Train until max_steps is reached or a signal arrives, and then call finish().
+
+    Steps are numbered from 0, so the model has taken n steps before step n. In the log, `val` of
+    step n is the validation loss of this model, and `train` of step n is its loss on the batch of
+    step n. A resumed run repeats the evaluations that are due at the step that was saved.
+    """
+    cfg, stopped = run.cfg, False
+    while not stopped:
+        evaluate(run)
+        if run.step >= cfg.max_steps:
+            break
+        step, start = run.step, time.perf_counter()
+        loss, norm, stopped = train_step(run)  # this adds 1 to run.step
+        seconds = time.perf_counter() - start
+        run.seconds.append(seconds)
+        # (In float16, a norm may be infinite: then train_step() has left the weights as they were)
+        if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
+            raise UserError(f"Step {step} has loss {loss:g} and gradient norm {norm:g}: the model "
+                            "has diverged. Most often --max_lr is too high. A new run can begin "
+                            "with the weights of an earlier step: set a different --log_dir and "
+                            f"--init_from={cfg.log_dir}/checkpoint_....pt.")
+        report(run, step, "train", loss)
+        report(run, step, "norm", norm)
+        if cfg.print_every and step % cfg.print_every == 0:
+            left = round(statistics.median_low(run.seconds) * (cfg.max_steps - run.step))
+            print0(f"{step:5d}/{cfg.max_steps} train {loss:.4f} lr {get_lr(step, cfg):.2e} norm "
+                   f"{norm:.2f} {seconds * 1e3:.0f} ms {cfg.total_batch_size / seconds:,.0f} tok/s "
+                   f"{datetime.timedelta(seconds=left)} left")
+    finish(run, stopped)
+
+def finish(run, stopped):
+    """Save the last step if evaluate() has not. Export the best one, unless a signal stopped it."""
+    save(run)
+    run.writer.shutdown()  # waits until the checkpoint has been written
+    if RANK == 0 and run.step not in find_checkpoints(run.cfg.log_dir):
+        raise UserError(f"Step {run.step} is not saved in log_dir={run.cfg.log_dir}: free "
+                        "some space, and repeat the command.")
+    if stopped:
+        print0(f"Stopped by a signal at step {run.step}. To resume the run, repeat the command.")
+    elif RANK == 0:
+        export(run.cfg.log_dir)
+        print0("Done. To train longer, raise --max_steps. For a new run, choose a different "
+               "--log_dir.\nFor samples: python train_gpt2.py --sample=3 --log_dir="
+               f"{shlex.quote(run.cfg.log_dir)}")
+
+# ---- Checkpoints. A run is resumed from the newest one. Samples, the export and init_from use the
+# best one. Only plain values are loaded (weights_only=True): other Python objects could run code
+def checkpoint_of(run):
+    """Return everything that a checkpoint contains. restore() is its counterpart."""
+    return {
+        "step": run.step, "best_loss": run.best_loss, "best_step": run.best_step,
+        "model": run.model.state_dict(), "gpt_config": asdict(run.model.config),
+        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
+        "scaler": run.scaler.state_dict(), "config": asdict(run.cfg),
+        "train_tokens": sum(map(len, run.train_loader.shards))}
+
+def restore(run, checkpoint):
+    """Continue from what checkpoint_of() returned. Raise UserError if it is not from this run."""
+    check_same_training(run, checkpoint)
+    load_weights(run.model, checkpoint["model"], run.cfg.log_dir)
+    for optimizer, saved in zip(run.optimizers, checkpoint["optimizers"], strict=True):
+        optimizer.load_state_dict(saved)
+    if checkpoint["scaler"]:  # it is empty if the scaler was disabled
+        run.scaler.load_state_dict(checkpoint["scaler"])
+    run.step, run.best_loss, run.best_step = (
+        checkpoint[name] for name in ("step", "best_loss", "best_step"))
+
+# Constants that may differ when a run is resumed. (`data` may be moved, but not have another number
+# of tokens, and `epochs` may not lower max_steps. B and dtype affect rounding; B, dropout masks)
+MAY_CHANGE = {
+    "data", "B", "epochs", "print_every", "eval_every", "keep_every", "val_tokens",
+    "hellaswag_every", "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k",
+    "sample", "log_dir", "device", "dtype", "compile"}
+
+def check_same_training(run, checkpoint):
+    """Raise UserError unless the data and the constants are those of the run in log_dir.
+
+    max_steps may be larger, and the constants in MAY_CHANGE may differ.
+    """
+    # A constant that was added after the run began is assumed to have had its default value
+    before = asdict(Config()) | checkpoint["config"] | {"tokens": checkpoint["train_tokens"]}
+    now = asdict(run.cfg) | {"tokens": sum(map(len, run.train_loader.shards))}
+    changed = {name for name in now if before[name] != now[name]} - MAY_CHANGE
+    if now["max_steps"] > before["max_steps"]:
+        changed.discard("max_steps")
+    values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
+    if values:
+        raise UserError(f"The run in {run.cfg.log_dir}/ is a different one: {'; '.join(values)}. "
+                        "Undo this change, or choose a different --log_dir.")
+
+def load_weights(model, weights, source):
+    """Load a state_dict. source: its origin, which the UserError names if it does not fit."""
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as e:  # its first line is a heading; all other lines name weights
+        raise UserError(f"The weights in {source} do not fit the model in train_gpt2.py "
+                        f"({str(e).splitlines()[-1].strip()}): use the code that they were made "
+                        "with.") from None
+
+def find_checkpoints(folder):
+    """Return {step: path} of the checkpoints in a folder."""
+    texts = {path.stem.removeprefix("checkpoint_"): path
+             for path in Path(folder).glob("checkpoint_*.pt")}
+    return {int(text): path for text, path in texts.items() if text.isdecimal()}
+
+def best_checkpoint(folder):
+    """Return the path of the checkpoint with the lowest validation loss in a run's folder.
+
+    Without validations, return the newest one. Return None if `folder` holds no checkpoints, for
+    example because it is the name of a model on the hub.
+    """
+    found = find_checkpoints(folder)
+    if not found:
+        return None
+    newest = found[max(found)]
+    return found.get(read_checkpoint(newest)["best_step"], newest)
+
+def read_checkpoint(path):
+    """Return the content of a checkpoint. Raise UserError if it cannot be read."""
+    try:
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        if "gpt_config" not in checkpoint:
+            raise ValueError("train_gpt2.py did not write it")
+        return checkpoint
+    except Exception as e:  # reading a damaged file may raise any exception
+        raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}): if it is "
+                        "damaged, delete it.") from None
+
+def save(run):
+    """Write a checkpoint in the background, unless this process has already done so at this step.
+
+    Training waits only for the previous save and for the copy to host memory.
+    """
+    if RANK == 0 and run.saved_step != run.step:
+        if run.last_save:
+            run.last_save.result()
+        run.last_save = run.writer.submit(write_checkpoint, run.cfg, to_host(checkpoint_of(run)))
+        run.saved_step = run.step
+
+def to_host(content):
+    """Return a copy of nested dicts and lists with their tensors in host memory."""
+    if torch.is_tensor(content):
+        return content.detach().to("cpu", copy=True)
+    if isinstance(content, dict):
+        return {key: to_host(value) for key, value in content.items()}
+    if isinstance(content, list):
+        return [to_host(value) for value in content]
+    return content
+
+def write_checkpoint(cfg, checkpoint):
+    """Write a checkpoint, delete older ones that need not be kept, and plot the losses.
+
+    Keep the newest checkpoint, the best one, and those at multiples of keep_every.
+    """
+    step, best_step, start = checkpoint["step"], checkpoint["best_step"], time.perf_counter()
+    path = Path(cfg.log_dir, f"checkpoint_{step:05d}.pt")
+    try:
+        write_whole(path, lambda file: torch.save(checkpoint, file))
+    except (OSError, RuntimeError) as e:
+        # If the disk is full, torch.save() raises a RuntimeError while it handles the OSError
+        print0(f"!!! NOT SAVED at step {step}: {summary_of(e.__context__ or e)}")
+        return
+    print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
+    found = find_checkpoints(cfg.log_dir)
+    if best_step is None or best_step in found:  # if saving the best one failed, delete none
+        for other in found.keys() - {step, best_step}:
+            if not cfg.keep_every or other % cfg.keep_every:  # not at a multiple
+                found[other].unlink()
+    with contextlib.suppress(Exception):  # matplotlib is optional, and a plot is not worth a run
+        plot_curves(cfg.log_dir)
+
+# ---- Monitoring. log.txt is for programs, stdout for people
+def print0(text):
+    """Print text on rank 0 only."""
+    if RANK == 0:
+        # One call writes the whole line, because the saving thread also prints. Ignore a full disk,
+        # a closed terminal, and (RuntimeError) a signal handler that prints during another print
+        with contextlib.suppress(OSError, RuntimeError):
+            print(f"{text}\n", end="", flush=True)
+
+def report(run, step, metric, value):
+    """Append a line "<step> <metric> <value>" to log.txt."""
+    if run.log:
+        with contextlib.suppress(OSError):  # a full disk
+            run.log.write(f"{step} {metric} {value:.7g}\n".encode())
+
+def read_metrics(folder):
+    """Return {metric: {step: value}} from log.txt. If a step was repeated, its last line counts."""
+    path, metrics = Path(folder, "log.txt"), defaultdict(dict)
+    text = path.read_text(errors="replace") if path.exists() else ""
+    for step, metric, value in re.findall(r"^(\d+) (\S+) (\S+)$", text, re.M):
+        metrics[metric][int(step)] = float(value)
+    return metrics
+
+def plot_curves(folder):
+    """Plot the losses in log.txt against the step, and save the figure as curves.png."""
+    from matplotlib.figure import Figure  # not pyplot, which needs a display
+    metrics, figure = read_metrics(folder), Figure(figsize=(6.5, 3.7), layout="constrained")
+    axis = figure.add_subplot(xlabel="step", ylabel="loss, nats per token")
+    for name in ("train", "val"):
+        axis.plot(metrics[name].keys(), metrics[name].values(), linewidth=1, label=name)
+    axis.legend(frameon=False)
+    write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
+
+# Use any attention kernel except cuDNN's, which spends up to 0.5 s planning for each new length
+@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+def sample_text(model, encoding, cfg, seed):
+    """Return sample_prompt and the model's continuation, which stops at <|endoftext|>."""
+    device = next(model.parameters()).device
+    prompt = encode(encoding, cfg.sample_prompt, special=True).tolist() or [encoding.eot_token]
+    tokens = model.generate(
+        torch.tensor([prompt], device=device), cfg.sample_tokens, temperature=cfg.temperature,
+        top_k=cfg.top_k, generator=torch.Generator(device).manual_seed(seed))[0].tolist()
+    if encoding.eot_token in tokens[len(prompt):]:
+        tokens = tokens[:tokens.index(encoding.eot_token, len(prompt))]
+    return encoding.decode_bytes(tokens).decode("utf-8", errors="backslashreplace")
+
+# ---- Hugging Face. A model is imported or exported only if transformers computes the same logits
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's GPT-2
+
+def gpt_from_hugging_face(name, dropout, encoding):
+    """Do what GPT.from_pretrained() does, for a Hugging Face folder or a model on the hub."""
+    try:
+        import transformers
+        transformers.logging.disable_progress_bar()
+        hf_model, info = transformers.GPT2LMHeadModel.from_pretrained(
+            name, output_loading_info=True)
+        if info["missing_keys"]:  # transformers has given these weights random values
+            raise ValueError(f"it lacks {min(info['missing_keys'])}")
+        c = hf_model.config
+        # A vocabulary of 257 ids consists of the 256 bytes and <|endoftext|>
+        model = GPT(GPTConfig(
+            block_size=c.n_positions, vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
+            n_embd=c.n_embd, dropout=dropout,
+            encoding={257: "bytes", 50257: "gpt2"}.get(c.vocab_size, encoding)))
+        weights = model.state_dict()  # its tensors share their memory with the model
+        for key, weight in hf_model.state_dict().items():
+            weight = weight.t() if key.endswith(TRANSPOSED) else weight
+            weights[key][:len(weight)].copy_(weight)  # our embedding has additional rows
+        check_same_logits(model, hf_model)
+    except Exception as e:  # reading files and downloading may raise any exception
+        raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
+                        f"be loaded as a Hugging Face GPT-2 ({summary_of(e)}): check the name."
+                        ) from None
+    return model
+
+def export(log_dir):
+    """Export the best model of a run to log_dir/hf, or print why this is not possible."""
+    folder, path = Path(log_dir, "hf"), best_checkpoint(log_dir)
+    try:
+        save_hugging_face(GPT.from_pretrained(path), folder)
+        print0(f"exported {path} to {folder}/, for transformers and hellaswag.py")
+    except Exception as e:  # for example, transformers may be missing
+        print0(f"Not exported: {summary_of(e)}.")
+
+def save_hugging_face(model, folder):
+    """Write a model, which is on the CPU, and its tokenizer to a folder for transformers.
+
+    Raise ValueError or RuntimeError if transformers would return different logits.
+    """
+    import transformers
+    transformers.logging.disable_progress_bar()
+    c, end = model.config, get_encoding(model.config.encoding).eot_token
+    hf_model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
+        vocab_size=c.vocab_size, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
+        n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
+        n_ctx=c.block_size))  # llama.cpp's converter requires n_ctx
+    hf_model.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
+    weights = {}
+    for key, weight in model.state_dict().items():
+        if key in ("transformer.wte.weight", "lm_head.weight"):
+            weight = weight[:c.vocab_size]
+        weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
+    hf_model.load_state_dict(weights)
+    check_same_logits(model, hf_model)
+    hf_model.save_pretrained(folder, max_shard_size="50GB")  # in one file
+    try:
+        save_tokenizer(get_encoding(c.encoding), folder, c.block_size)
+    except ValueError as e:
+        print0(f"The export has no tokenizer: {summary_of(e)}.")
+
+@torch.no_grad()
+def check_same_logits(model, hf_model):
+    """Raise ValueError if two models on the CPU, ours and a Hugging Face one, do not agree."""
+    c = model.config
+    idx = torch.randint(c.vocab_size, (1, c.block_size), generator=torch.Generator().manual_seed(0))
+    idx[0, c.block_size // 2] = c.vocab_size - 1  # <|endoftext|>, which edits often treat specially
+    theirs = hf_model.float().eval()(idx).logits
+    differences = (model(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
+    if not differences.max() < 1e-3:  # also true for NaN
+        raise ValueError(f"transformers' logits differ by {differences.max():.1%}")
 
 # ---- The machine. For device, dtype and compile, "auto" selects a fast option
 def set_up_device(name):
@@ -603,31 +1025,7 @@ def choose_attention_kernels(cfg, device, dtype):
     # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
-# ---- The start: turn the flags of a command into the Run that train() uses
-@dataclass
-class Run:
-    """What train() uses. `step`, `best_loss` and `best_step` change during training."""
-    cfg: Config
-    device: torch.device
-    model: nn.Module              # the GPT. If it is compiled, it is compiled in place
-    ddp_model: nn.Module          # the same, wrapped in DDP if there are several processes
-    optimizers: list
-    scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
-    autocast: partial             # returns torch.autocast's context manager for the run's dtype
-    train_loader: DataLoaderLite
-    val_loader: DataLoaderLite
-    tokens_per_byte: float        # converts nats per token to nats per byte
-    questions: object = None      # HellaSwag's questions; None if it is off or not available
-    step: int = 0                 # number of steps taken
-    best_loss: float = math.inf   # the lowest validation loss
-    best_step: int | None = None  # the step at which it was found
-    log: object = None            # log.txt, opened for appending; None except on rank 0
-    seconds: list = field(default_factory=list)  # duration of each step since the last validation
-    stop: bool = False            # set by Ctrl-C, SIGTERM and SIGHUP
-    writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
-    last_save: object = None      # Future of the last save, which `writer` does in a thread
-    saved_step: int | None = None  # the step of the last save
-
+# ---- The start: turn the flags of a command into a Run, and train
 def configure(flags):
     """Return the Config of a command. flags: {name: value} of the flags that were given.
 
@@ -720,11 +1118,49 @@ def fit_batch(cfg, rows_per_epoch):
     return replace(cfg, max_steps=max_steps, B=max(
         B for B in range(1, cfg.B + 1) if rows // WORLD_SIZE % B == 0))
 
+def prepare_log_dir(run, resumed):
+    """Write config.json and a copy of this script, open log.txt, and print what will run.
+
+    The log of a run that was never saved is replaced.
+    """
+    cfg, n_parameters = run.cfg, sum(p.numel() for p in run.model.parameters())
+    print0(f"{cfg}\nmodel     {n_parameters:,} parameters\n"
+           f"training  {cfg.max_steps:,} steps, {cfg.max_steps * cfg.total_batch_size:,} tokens\n"
+           f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.step} on")
+    if RANK != 0:
+        return
+    folder, code, constants = Path(cfg.log_dir), Path(__file__).read_bytes(), asdict(cfg)
+    write_whole(folder / "config.json",
+                lambda file: file.write(json.dumps(constants, indent=1).encode()))
+    copy = folder / "train_gpt2.py"
+    if resumed and copy.exists() and copy.read_bytes() != code:
+        print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
+        earlier = folder / f"train_gpt2_before_{run.step:05d}.py"
+        if not earlier.exists():  # it exists if the code in `copy` has run since, but saved no step
+            copy.rename(earlier)
+    write_whole(copy, lambda file: file.write(code))
+    run.log = open(folder / "log.txt", "ab" if resumed else "wb", buffering=0)
+
+def stop_on_signals(run):
+    """Make Ctrl-C, SIGTERM and SIGHUP end training after the current step, which is then saved.
+
+    A second signal ends the process at once, except under torchrun, where each Ctrl-C comes twice.
+    """
+    def receive(number, frame):
+        run.stop = True
+        print0("Stopping after this step is finished and saved.")
+        if "RANK" not in os.environ:
+            signal.signal(number, signal.SIG_DFL)
+    # (Windows has no SIGHUP, and nohup makes a process ignore it)
+    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, receive)
+
 def set_up(cfg, flags, device):
     """Return the Run for train(). If log_dir holds a checkpoint, the run continues from it."""
-    found = find_checkpoints(cfg.log_dir)
+    found = find_checkpoints(cfg.log_dir)  # {step: path}
     checkpoint = read_checkpoint(found[max(found)]) if found else None
-    model, cfg = build_model(cfg, flags, checkpoint)
+    model, cfg = build_model(cfg, flags, checkpoint)  # restore() loads weights below
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     cfg = fit_batch(cfg, train_loader.rows_per_epoch)
@@ -735,7 +1171,7 @@ def set_up(cfg, flags, device):
     optimizers = configure_optimizers(model, cfg, muon_dtype)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # the peak, which train_step() scales
+            group["initial_lr"] = group["lr"]  # the group's peak, for train_step()
     run = Run(
         cfg=cfg, device=device, model=model, ddp_model=model, optimizers=optimizers,
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
@@ -758,444 +1194,6 @@ def set_up(cfg, flags, device):
     stop_on_signals(run)
     return run
 
-def prepare_log_dir(run, resumed):
-    """Write config.json and a copy of this script, open log.txt, and print what will run.
-
-    The log of a run that was never saved is replaced.
-    """
-    cfg, n_parameters = run.cfg, sum(p.numel() for p in run.model.parameters())
-    print0(f"{cfg}\nmodel     {n_parameters:,} parameters\n"
-           f"training  {cfg.max_steps:,} steps, {cfg.max_steps * cfg.total_batch_size:,} tokens\n"
-           f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.step} on")
-    if RANK != 0:
-        return
-    folder, code, constants = Path(cfg.log_dir), Path(__file__).read_bytes(), asdict(cfg)
-    write_whole(folder / "config.json",
-                lambda file: file.write(json.dumps(constants, indent=1).encode()))
-    copy = folder / "train_gpt2.py"
-    if resumed and copy.exists() and copy.read_bytes() != code:
-        print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
-        earlier = folder / f"train_gpt2_before_{run.step:05d}.py"
-        # If it exists, no step of the version in `copy` was saved before the next edit
-        if not earlier.exists():
-            copy.rename(earlier)
-    write_whole(copy, lambda file: file.write(code))
-    run.log = open(folder / "log.txt", "ab" if resumed else "wb", buffering=0)
-
-def stop_on_signals(run):
-    """Make Ctrl-C, SIGTERM and SIGHUP end training after the current step, which is then saved.
-
-    A second signal ends the process at once, except under torchrun, where each Ctrl-C comes twice.
-    """
-    def receive(number, frame):
-        run.stop = True
-        print0("Stopping after this step is finished and saved.")
-        if "RANK" not in os.environ:
-            signal.signal(number, signal.SIG_DFL)
-    for number in (signal.SIGINT, signal.SIGTERM, getattr(signal, "SIGHUP", signal.SIGTERM)):
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup makes the process ignore SIGHUP
-            signal.signal(number, receive)
-
-# ---- Training
-@torch.no_grad()
-def validation_loss(run):
-    """Return the mean loss over val_tokens tokens of the validation data, in nats per token.
-
-    The losses of all targets are summed over all processes before dividing, so the result does not
-    depend on B or on the number of processes.
-    """
-    cfg, loader = run.cfg, run.val_loader
-    n_rows = min(max(1, cfg.val_tokens // cfg.T), loader.rows_per_epoch)
-    sums = torch.zeros(2, device=run.device)  # the sum of the losses, and the number of targets
-    for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
-        x, y = loader.batch(row, cfg.B, run.device)
-        # The last batch also has B rows, because a compiled model would be compiled again for a
-        # different shape. Ignore its rows beyond n_rows. (In other batches, this slice is empty)
-        y[n_rows - row:] = -100
-        with run.autocast():
-            _, loss = run.model(x, y, return_logits=False)
-        n_targets = (y != -100).sum()
-        sums += torch.stack((loss * n_targets, n_targets))
-    if WORLD_SIZE > 1:
-        dist.all_reduce(sums)
-    return (sums[0] / sums[1]).item()
-
-def train_step(run):
-    """Take one optimizer step. Return the loss, the gradient's norm, and whether to stop.
-
-    The loss is the mean over the whole batch. The norm is measured before clipping. The CPU waits
-    for the GPU only once, at the end. (In float16, it also waits for GradScaler.)
-    """
-    cfg, rows = run.cfg, run.cfg.total_batch_size // run.cfg.T
-    # Deal out the rows of the step B at a time: to rank 0, rank 1, ..., then to rank 0 again
-    first_rows = range(run.step * rows + RANK * cfg.B, (run.step + 1) * rows, WORLD_SIZE * cfg.B)
-    loss_of_step = torch.zeros((), device=run.device)
-    run.ddp_model.train()
-    for row in first_rows:
-        x, y = run.train_loader.batch(row, cfg.B, run.device)
-        torch.manual_seed(seed_from(cfg.seed, row))  # so that a resumed run has the same dropout
-        # DDP averages gradients over the processes. Only the last micro-batch needs that. The
-        # forward pass must also be inside no_sync(), because DDP prepares the averaging there
-        only_accumulate = WORLD_SIZE > 1 and row != first_rows[-1]
-        with run.ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
-            with run.autocast():
-                _, loss = run.ddp_model(x, y, return_logits=False)
-            # Gradients of micro-batches are added up, so divide to get their mean
-            run.scaler.scale(loss / len(first_rows)).backward()
-        loss_of_step += loss.detach() / len(first_rows)
-    run.ddp_model.eval()
-    for optimizer in run.optimizers:
-        run.scaler.unscale_(optimizer)
-    norm = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)
-    # If a float16 gradient overflows, no optimizer may take a step, because clipping by an infinite
-    # norm has corrupted all gradients. (GradScaler.step() decides separately for each optimizer)
-    overflowed = run.scaler.is_enabled() and not norm.isfinite()
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:  # initial_lr is the group's peak learning rate
-            group["lr"] = group["initial_lr"] * get_lr(run.step, cfg) / cfg.max_lr
-        if not overflowed:
-            run.scaler.step(optimizer)
-        optimizer.zero_grad()
-    run.scaler.update()  # after an overflow, this lowers the loss scale
-    run.step += 1
-    # Add up the losses and the stop flags of all processes. If one has received a signal, all stop.
-    # (The norm is the same in all of them)
-    sums = torch.stack((loss_of_step, norm, torch.full_like(norm, run.stop)))
-    if WORLD_SIZE > 1:
-        dist.all_reduce(sums)
-    loss, norm, stopped = (sums / WORLD_SIZE).tolist()
-    return loss, norm, stopped > 0
-
-def due(every, run):
-    """Return whether to act now: at multiples of `every` (0 = never), and after the last step."""
-    return every > 0 and (run.step % every == 0 or run.step == run.cfg.max_steps)
-
-def evaluate(run):
-    """Validate and save the run, score HellaSwag, and print a sample, each if it is due.
-
-    The run is saved before HellaSwag and the sample, so that nothing is lost if these fail.
-    """
-    cfg, step = run.cfg, run.step
-    if due(cfg.eval_every, run):
-        loss = validation_loss(run)
-        report(run, step, "val", loss)
-        print0(f"{step:5d}/{cfg.max_steps} val {loss:.4f} "
-               f"({loss * run.tokens_per_byte / math.log(2):.4f} bits per byte)")
-        if run.seconds:
-            report(run, step, "tok/s", cfg.total_batch_size / statistics.median_low(run.seconds))
-            run.seconds = []
-        # Do not save untrained weights, but do save pretrained ones, which may remain the best
-        if step > 0 or cfg.init_from != "scratch":
-            if loss < run.best_loss:
-                run.best_loss, run.best_step = loss, step
-            save(run)
-    if due(cfg.hellaswag_every, run) and run.questions:
-        import hellaswag
-        with run.autocast():
-            acc_norm = hellaswag.evaluate(run.model, run.questions).acc_norm
-        report(run, step, "hella", acc_norm)
-        print0(f"{step:5d}/{cfg.max_steps} hella {acc_norm:.4f}")
-    # Do not sample before the first step, except in a run that only evaluates
-    if due(cfg.sample_every, run) and (step > 0 or cfg.max_steps == 0) and RANK == 0:
-        with run.autocast():
-            text = sample_text(run.model, get_encoding(cfg.encoding), cfg, seed=cfg.seed + step)
-        print0(f"--- sample at step {step} ---\n{text}\n---")
-
-def train(run):
-    """Train until max_steps is reached or a signal arrives, and then call finish().
-
-    Steps are numbered from 0, so the model has taken n steps before step n. In the log, `val` of
-    step n is the validation loss of this model, and `train` of step n is its loss on the batch of
-    step n. A resumed run repeats the evaluations that are due at the step that was saved.
-    """
-    cfg, stopped = run.cfg, False
-    while not stopped:
-        evaluate(run)
-        if run.step >= cfg.max_steps:
-            break
-        step, start = run.step, time.perf_counter()
-        loss, norm, stopped = train_step(run)  # this adds 1 to run.step
-        seconds = time.perf_counter() - start
-        run.seconds.append(seconds)
-        # In float16, individual gradients may overflow, which GradScaler handles
-        if not (math.isfinite(loss) and (math.isfinite(norm) or run.scaler.is_enabled())):
-            raise UserError(f"Step {step} has loss {loss:g} and gradient norm {norm:g}: the model "
-                            "has diverged. Most often --max_lr is too high. A new run can begin "
-                            "with the weights of an earlier step: set a different --log_dir and "
-                            f"--init_from={cfg.log_dir}/checkpoint_....pt.")
-        report(run, step, "train", loss)
-        report(run, step, "norm", norm)
-        if cfg.print_every and step % cfg.print_every == 0:
-            left = round(statistics.median_low(run.seconds) * (cfg.max_steps - run.step))
-            print0(f"{step:5d}/{cfg.max_steps} train {loss:.4f} lr {get_lr(step, cfg):.2e} norm "
-                   f"{norm:.2f} {seconds * 1e3:.0f} ms {cfg.total_batch_size / seconds:,.0f} tok/s "
-                   f"{datetime.timedelta(seconds=left)} left")
-    finish(run, stopped)
-
-def finish(run, stopped):
-    """Save the last step. Unless a signal stopped the run, also export the best model."""
-    save(run)
-    run.writer.shutdown()  # waits until the checkpoint has been written
-    if RANK == 0 and run.step not in find_checkpoints(run.cfg.log_dir):
-        raise UserError(f"Step {run.step} is not saved in log_dir={run.cfg.log_dir}: free "
-                        "some space, and repeat the command.")
-    if stopped:
-        print0(f"Stopped by a signal at step {run.step}. To resume the run, repeat the command.")
-    elif RANK == 0:
-        export(run.cfg.log_dir)
-        print0("Done. To train longer, raise --max_steps. For a new run, choose a different "
-               "--log_dir.\nFor samples: python train_gpt2.py --sample=3 --log_dir="
-               f"{shlex.quote(run.cfg.log_dir)}")
-
-# ---- Checkpoints. A run is resumed from the newest one. Samples, the export and init_from use the
-# best one. Only plain values are loaded (weights_only=True): other Python objects could run code
-def checkpoint_of(run):
-    """Return everything that a checkpoint contains. restore() is its counterpart."""
-    return {
-        "step": run.step, "best_loss": run.best_loss, "best_step": run.best_step,
-        "model": run.model.state_dict(), "gpt_config": asdict(run.model.config),
-        "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
-        "scaler": run.scaler.state_dict(), "config": asdict(run.cfg),
-        "train_tokens": sum(map(len, run.train_loader.shards))}
-
-def restore(run, checkpoint):
-    """Continue from what checkpoint_of() returned. Raise UserError if it is not from this run."""
-    check_same_training(run, checkpoint)
-    load_weights(run.model, checkpoint["model"], run.cfg.log_dir)
-    for optimizer, saved in zip(run.optimizers, checkpoint["optimizers"], strict=True):
-        optimizer.load_state_dict(saved)
-    if checkpoint["scaler"]:  # it is empty if the scaler was disabled
-        run.scaler.load_state_dict(checkpoint["scaler"])
-    run.step, run.best_loss, run.best_step = (
-        checkpoint[name] for name in ("step", "best_loss", "best_step"))
-
-# Constants that may differ when a run is resumed. (dtype and B affect rounding, B also the dropout
-# masks. Of `data`, the number of tokens is compared, and of `epochs`, the resulting max_steps)
-MAY_CHANGE = {
-    "data", "B", "epochs", "print_every", "eval_every", "keep_every", "val_tokens",
-    "hellaswag_every", "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k",
-    "sample", "log_dir", "device", "dtype", "compile"}
-
-def check_same_training(run, checkpoint):
-    """Raise UserError unless the data and the constants are those of the run in log_dir.
-
-    max_steps may be larger, and the constants in MAY_CHANGE may differ.
-    """
-    # A constant that was added after the run began is assumed to have had its default value
-    before = asdict(Config()) | checkpoint["config"] | {"tokens": checkpoint["train_tokens"]}
-    now = asdict(run.cfg) | {"tokens": sum(map(len, run.train_loader.shards))}
-    changed = {name for name in now if before[name] != now[name]} - MAY_CHANGE
-    if now["max_steps"] > before["max_steps"]:
-        changed.discard("max_steps")
-    values = [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
-    if values:
-        raise UserError(f"The run in {run.cfg.log_dir}/ is a different one: {'; '.join(values)}. "
-                        "Undo this change, or choose a different --log_dir.")
-
-def load_weights(model, weights, source):
-    """Load a state_dict. source: its origin, which the UserError names if it does not fit."""
-    try:
-        model.load_state_dict(weights)
-    except RuntimeError as e:  # its first line is a heading; all other lines name weights
-        raise UserError(f"The weights in {source} do not fit the model in train_gpt2.py "
-                        f"({str(e).splitlines()[-1].strip()}): use the code that they were made "
-                        "with.") from None
-
-def find_checkpoints(folder):
-    """Return {step: path} of the checkpoints in a folder."""
-    texts = {path.stem.removeprefix("checkpoint_"): path
-             for path in Path(folder).glob("checkpoint_*.pt")}
-    return {int(text): path for text, path in texts.items() if text.isdecimal()}
-
-def best_checkpoint(folder):
-    """Return the path of the checkpoint with the lowest validation loss in a run's folder.
-
-    Without validations, return the newest one. Return None if `folder` holds no checkpoints, for
-    example because it is the name of a model on the hub.
-    """
-    found = find_checkpoints(folder)
-    if not found:
-        return None
-    newest = found[max(found)]
-    return found.get(read_checkpoint(newest)["best_step"], newest)
-
-def read_checkpoint(path):
-    """Return the content of a checkpoint. Raise UserError if it cannot be read."""
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-        if "gpt_config" not in checkpoint:
-            raise ValueError("train_gpt2.py did not write it")
-        return checkpoint
-    except Exception as e:  # reading a damaged file may raise any exception
-        raise UserError(f"{path} cannot be read as a checkpoint ({summary_of(e)}): if it is "
-                        "damaged, delete it.") from None
-
-def save(run):
-    """Write a checkpoint in the background, unless this process has already saved this step.
-
-    Training waits only for the previous save and for the copy to host memory.
-    """
-    if RANK == 0 and run.saved_step != run.step:
-        if run.last_save:
-            run.last_save.result()
-        run.last_save = run.writer.submit(write_checkpoint, run.cfg, to_host(checkpoint_of(run)))
-        run.saved_step = run.step
-
-def to_host(content):
-    """Return a copy of nested dicts and lists with their tensors in host memory."""
-    if torch.is_tensor(content):
-        return content.detach().to("cpu", copy=True)
-    if isinstance(content, dict):
-        return {key: to_host(value) for key, value in content.items()}
-    if isinstance(content, list):
-        return [to_host(value) for value in content]
-    return content
-
-def write_checkpoint(cfg, checkpoint):
-    """Write a checkpoint, delete older ones that need not be kept, and plot the losses.
-
-    Keep the newest checkpoint, the best one, and those at multiples of keep_every.
-    """
-    step, best_step, start = checkpoint["step"], checkpoint["best_step"], time.perf_counter()
-    path = Path(cfg.log_dir, f"checkpoint_{step:05d}.pt")
-    try:
-        write_whole(path, lambda file: torch.save(checkpoint, file))
-    except (OSError, RuntimeError) as e:
-        # If the disk is full, torch.save() raises a RuntimeError while it handles the OSError
-        print0(f"!!! NOT SAVED at step {step}: {summary_of(e.__context__ or e)}")
-        return
-    print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
-    found = find_checkpoints(cfg.log_dir)
-    if best_step is None or best_step in found:  # if saving the best one failed, delete none
-        for other in found.keys() - {step, best_step}:
-            if not cfg.keep_every or other % cfg.keep_every:
-                found[other].unlink()
-    with contextlib.suppress(Exception):  # matplotlib is optional, and a plot is not worth a run
-        plot_curves(cfg.log_dir)
-
-# ---- Monitoring. log.txt is for programs, stdout for people
-def print0(text):
-    """Print text on rank 0 only."""
-    if RANK == 0:
-        # One call writes the whole line, because the saving thread also prints. Ignore a full disk,
-        # a closed terminal, and (RuntimeError) a signal handler that prints during another print
-        with contextlib.suppress(OSError, RuntimeError):
-            print(f"{text}\n", end="", flush=True)
-
-def report(run, step, metric, value):
-    """Append a line "<step> <metric> <value>" to log.txt."""
-    if run.log:
-        with contextlib.suppress(OSError):  # a full disk
-            run.log.write(f"{step} {metric} {value:.7g}\n".encode())
-
-def read_metrics(folder):
-    """Return {metric: {step: value}} from log.txt. If a step was repeated, its last line counts."""
-    path, metrics = Path(folder, "log.txt"), defaultdict(dict)
-    text = path.read_text(errors="replace") if path.exists() else ""
-    for step, metric, value in re.findall(r"^(\d+) (\S+) (\S+)$", text, re.M):
-        metrics[metric][int(step)] = float(value)
-    return metrics
-
-def plot_curves(folder):
-    """Plot the losses in log.txt against the step, and save the figure as curves.png."""
-    from matplotlib.figure import Figure  # not pyplot, which needs a display
-    metrics, figure = read_metrics(folder), Figure(figsize=(6.5, 3.7), layout="constrained")
-    axis = figure.add_subplot(xlabel="step", ylabel="loss, nats per token")
-    for name in ("train", "val"):
-        axis.plot(metrics[name].keys(), metrics[name].values(), linewidth=1, label=name)
-    axis.legend(frameon=False)
-    write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
-
-# cuDNN's attention kernel spends up to half a second planning for each new length, so exclude it
-@sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
-def sample_text(model, encoding, cfg, seed):
-    """Return sample_prompt and the model's continuation, which stops at <|endoftext|>."""
-    device = next(model.parameters()).device
-    prompt = encode(encoding, cfg.sample_prompt, special=True).tolist() or [encoding.eot_token]
-    tokens = model.generate(
-        torch.tensor([prompt], device=device), cfg.sample_tokens, temperature=cfg.temperature,
-        top_k=cfg.top_k, generator=torch.Generator(device).manual_seed(seed))[0].tolist()
-    if encoding.eot_token in tokens[len(prompt):]:
-        tokens = tokens[:tokens.index(encoding.eot_token, len(prompt))]
-    return encoding.decode_bytes(tokens).decode("utf-8", errors="backslashreplace")
-
-# ---- Hugging Face. A model is imported or exported only if transformers computes the same logits
-# Hugging Face's GPT-2 stores these matrices as (in, out), and nn.Linear as (out, in)
-TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-
-def gpt_from_hugging_face(name, dropout, encoding):
-    """Do what GPT.from_pretrained() does, for a Hugging Face folder or a model on the hub."""
-    try:
-        import transformers
-        transformers.logging.disable_progress_bar()
-        hf_model, info = transformers.GPT2LMHeadModel.from_pretrained(
-            name, output_loading_info=True)
-        if info["missing_keys"]:  # transformers has given these weights random values
-            raise ValueError(f"it lacks {min(info['missing_keys'])}")
-        c = hf_model.config
-        # A vocabulary of 257 ids consists of the 256 bytes and <|endoftext|>
-        model = GPT(GPTConfig(
-            block_size=c.n_positions, vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
-            n_embd=c.n_embd, dropout=dropout,
-            encoding={257: "bytes", 50257: "gpt2"}.get(c.vocab_size, encoding)))
-        weights = model.state_dict()  # its tensors share their memory with the model
-        for key, weight in hf_model.state_dict().items():
-            weight = weight.t() if key.endswith(TRANSPOSED) else weight
-            weights[key][:len(weight)].copy_(weight)  # our embedding has additional rows
-        check_same_logits(model, hf_model)
-    except Exception as e:  # reading files and downloading may raise any exception
-        raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
-                        f"be loaded as a Hugging Face GPT-2 ({summary_of(e)}): check the name."
-                        ) from None
-    return model
-
-def export(log_dir):
-    """Export the best model of a run to log_dir/hf, or print why this is not possible."""
-    folder, path = Path(log_dir, "hf"), best_checkpoint(log_dir)
-    try:
-        save_hugging_face(GPT.from_pretrained(path), folder)
-        print0(f"exported {path} to {folder}/, for transformers and hellaswag.py")
-    except Exception as e:  # for example, transformers may be missing
-        print0(f"Not exported: {summary_of(e)}.")
-
-def save_hugging_face(model, folder):
-    """Write a model, which is on the CPU, and its tokenizer to a folder for transformers.
-
-    Raise ValueError or RuntimeError if transformers would return different logits.
-    """
-    import transformers
-    transformers.logging.disable_progress_bar()
-    c, end = model.config, get_encoding(model.config.encoding).eot_token
-    hf_model = transformers.GPT2LMHeadModel(transformers.GPT2Config(
-        vocab_size=c.vocab_size, n_positions=c.block_size, n_layer=c.n_layer, n_head=c.n_head,
-        n_embd=c.n_embd, bos_token_id=end, eos_token_id=end, pad_token_id=end,
-        n_ctx=c.block_size))  # llama.cpp's converter requires n_ctx
-    hf_model.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
-    weights = {}
-    for key, weight in model.state_dict().items():
-        if key in ("transformer.wte.weight", "lm_head.weight"):
-            weight = weight[:c.vocab_size]
-        weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
-    hf_model.load_state_dict(weights)
-    check_same_logits(model, hf_model)
-    hf_model.save_pretrained(folder, max_shard_size="50GB")  # in one file
-    try:
-        save_tokenizer(get_encoding(c.encoding), folder, c.block_size)
-    except ValueError as e:
-        print0(f"The export has no tokenizer: {summary_of(e)}.")
-
-@torch.no_grad()
-def check_same_logits(model, hf_model):
-    """Raise ValueError if two models on the CPU, ours and a Hugging Face one, do not agree."""
-    c = model.config
-    idx = torch.randint(c.vocab_size, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = c.vocab_size - 1  # <|endoftext|>, where an edit may end attention
-    theirs = hf_model.float().eval()(idx).logits
-    differences = (model(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
-    if not differences.max() < 1e-3:  # also true for NaN
-        raise ValueError(f"transformers' logits differ by {differences.max():.1%}")
-
-# ---- The command line
 def print_samples(cfg, flags, device):
     """Print cfg.sample samples from init_from or, if it is not set, from the run in log_dir."""
     if cfg.init_from == "scratch":
@@ -1222,7 +1220,7 @@ def run_command():
     # The lock is held as long as it is referenced
     lock = lock_folder("log_dir", cfg.log_dir) if RANK == 0 else None  # noqa: F841
     run = set_up(cfg, flags, device)
-    with run.writer:  # however train() ends, a save in progress is finished
+    with run.writer:  # if train() fails, a save in progress is still finished
         train(run)
 
 def main():

@@ -175,13 +175,15 @@ def problem_with_parameters(run, first):
 
 # ---- the runs
 def line_of_script(text):
-    """Return the last line of a traceback, with the last line of train_gpt2.py that is in it."""
-    lines = text.strip().splitlines() or ["no message"]
+    """Return the error of a traceback, with the last line of train_gpt2.py that is in it."""
+    text = re.sub(r"^\[rank\d+\]: ?", "", text.strip(), flags=re.M)  # torchrun's prefix
+    lines = text.splitlines() or ["no message"]
     places = [i for i, line in enumerate(lines) if re.search(r'train_gpt2\.py", line \d+', line)]
     if not places:
         return lines[-1]
     number = re.search(r"line (\d+)", lines[places[-1]])[1]
-    return f"train_gpt2.py, line {number}: {lines[places[-1] + 1].strip()} ({lines[-1]})"
+    error = next((line for line in lines[places[-1] + 2:] if line[:1].isalpha()), lines[-1])
+    return f"train_gpt2.py, line {number}: {lines[places[-1] + 1].strip()} ({error})"
 
 class Failed(Exception):
     """A run that a check needs has failed."""
