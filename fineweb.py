@@ -61,7 +61,7 @@ class UserError(Exception):
     """An error that the user can correct. main() prints its message instead of a traceback."""
 
 def summary_of(error):
-    """Return the first line of an exception's text or its class name, cut to 160 characters."""
+    """Return the first line of an exception's message (or its class), cut to 160 characters."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")[:160]
 
 def encoding_arguments(name):
@@ -151,7 +151,7 @@ def write_whole(path, write):
 def lock_folder(name, folder):
     """Lock a folder so that no other run uses it. Create it if needed. Return the lock.
 
-    name: the constant that holds the folder's path, for messages. The caller must keep a reference
+    name: the name of the setting, for error messages. The caller must keep a reference
     to the lock. It is released when the object is deleted or when this process ends for any reason.
     Raise UserError if the folder cannot be used or another process holds the lock.
     """
@@ -240,7 +240,7 @@ def open_stream(url):
     format "json" of `datasets` does not accept lines with different keys.
     """
     import datasets
-    datasets.config.TORCH_AVAILABLE = False  # otherwise it imports torch, in 2 s and 150 MB
+    datasets.config.TORCH_AVAILABLE = False  # or it imports torch, which takes 2 s and 150 MB
     datasets.config.STREAMING_READ_MAX_RETRIES = 5  # with the default, 20, it may wait 20 minutes
     file_format, options = "text", dict(encoding_errors="replace")
     if url.endswith(".parquet"):
@@ -253,7 +253,7 @@ def open_stream(url):
 def text_of(value):
     """Return the text of a document, "" if it is empty. value: row["text"] from open_stream().
 
-    Raise ValueError if the value is a line, but not a JSON object whose "text" is a string or null.
+    Raise ValueError if a line is not a JSON object whose "text" is a string or null.
     """
     if not isinstance(value, str):  # from a parquet file
         return (value or b"").decode("utf-8", "replace")
@@ -322,7 +322,7 @@ def cut_shards(jobs, shard_size, dtype, start, n_files):
 
     jobs: what tokenize_all() yields, beginning with the batch in which the first shard begins.
     start: the place where the first shard begins.
-    n_files: the number of files. The end of the corpus is noted as row 0 of file n_files.
+    n_files: the number of files. The end of the corpus is recorded as row 0 of file n_files.
     The yielded array is overwritten with the next shard.
     """
     shard = np.empty(shard_size, dtype)
@@ -386,9 +386,9 @@ def write_manifest(cfg, files, shards):
     write_whole(Path(cfg.local_dir, "manifest.json"), lambda file: file.write(content.encode()))
 
 def add_shards(cfg, files, shards):
-    """Make the shards that come after `shards`, the manifest's entries of the finished ones.
+    """Make the remaining shards. shards: the manifest's entries for those that are finished.
 
-    The entries of the new ones are appended to `shards`. Raise UserError if a file cannot be read,
+    The entries of the new ones are appended to it. Raise UserError if a file cannot be read,
     and OSError if a shard cannot be written.
     """
     encoding = get_encoding(cfg.encoding)
@@ -466,8 +466,8 @@ def main():
     try:
         # The last paragraph of the docstring is for readers of the code
         cfg = Config(**parse_flags(Config, __doc__.rpartition("\n\n")[0]))
-        # This thread only waits, so that it can handle a signal at once. Inside a library that
-        # waits for the network, it could not.
+        # This thread only waits, so that it can handle a signal at once. During a call that waits
+        # for the network, it could not.
         ThreadPoolExecutor(1).submit(make_shards, cfg).result()
     except UserError as e:
         return f"fineweb.py: {e}"

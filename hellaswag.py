@@ -41,7 +41,7 @@ CPU_BATCH = 1024  # tokens per forward pass on a CPU
 GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them take 1.6 GB
 
 class Prepared(NamedTuple):
-    """Q questions as rows of tokens for one model, made by prepare().
+    """Q questions, tokenized for one model by prepare().
 
     Each question gives four rows, its context with each of the endings. Row 4 * q + i has ending i
     of question q. A batch has R rows of similar length, padded to the length N of the longest one.
@@ -176,11 +176,11 @@ def prepare(examples, model, encode=gpt2_encode):
                     n_truncated)
 
 def make_batches(rows, batch_tokens):
-    """Return Prepared.batches of at most batch_tokens tokens (rows times length).
+    """Group rows into Prepared.batches of at most batch_tokens tokens, including padding.
 
-    rows: pairs (context, ending) of token ids. Rows of similar length share a batch. In file order,
-    padding would increase the total number of tokens by 25% with CPU_BATCH and by 42% with
-    GPU_BATCH. The longest rows come first, so that memory runs out at once or never.
+    rows: pairs (context, ending) of token ids. Rows of similar length share a batch. If they were
+    batched in file order, padding would increase the total number of tokens by 25% with CPU_BATCH
+    and by 42% with GPU_BATCH. The longest rows come first: memory runs out at once or never.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
     numbers = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)

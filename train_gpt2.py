@@ -1,4 +1,4 @@
-"""Train GPT-2 from scratch, on a CPU or on many GPUs.
+"""Train GPT-2 from scratch, on a CPU or on one or more GPUs.
 
     python train_gpt2.py    # if no shards exist: train a small GPT on input.txt
     python fineweb.py       # write shards of FineWeb-Edu to edu_fineweb10B/
@@ -11,9 +11,9 @@ starts from pretrained weights (init_from), those in FINETUNE. Ctrl-C saves the
 run and stops it. To resume the run, repeat the command.
 
 One idea keeps the script simple: the data of a step is a pure function of
-(seed, step). A run can therefore be resumed by continuing with the next step,
-and the micro-batch size B and the number of GPUs affect only speed and
-memory. (They also affect rounding and, with dropout, B affects the masks.)
+(seed, step). So a checkpoint need not say what has been read, and apart from
+rounding and dropout masks, the micro-batch size B and the number of GPUs affect
+only speed and memory.
 """
 import contextlib
 import ctypes
@@ -69,7 +69,7 @@ class Config:
     """
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
-    shuffle: bool = True            # read training data in a random order, a new one in each epoch
+    shuffle: bool = True            # shuffle the training data anew in each epoch
     seed: int = 1337                # determines the initial weights, data order and samples
     # The batch: total_batch_size affects training. B affects only memory and speed, and is lowered
     # if it does not divide the number of rows that each process reads per step
@@ -84,7 +84,7 @@ class Config:
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, folder of a run or model, .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon for the blocks' matrices, else AdamW
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices in blocks, else AdamW
     max_lr: float = 6e-4            # peak learning rate
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
@@ -197,7 +197,7 @@ class GPT(nn.Module):
     def __init__(self, config, seed=None):
         super().__init__()
         self.config = config
-        # GPUs are faster with multiples of 128 (50304 for GPT-2). The added rows belong to no token
+        # GPUs prefer a multiple of 128 (50304 for GPT-2). The padding rows belong to no token
         n_rows = math.ceil(config.vocab_size / 128) * 128
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
@@ -293,7 +293,7 @@ class GPT(nn.Module):
         source: gpt2 ... gpt2-xl or another GPT-2 on the hub, a Hugging Face folder, a run's folder
         (its best checkpoint is used) or a .pt file.
         dropout: replaces the dropout with which the weights were trained.
-        encoding: used only for Hugging Face weights with neither 257 nor 50257 token ids.
+        encoding: used only if Hugging Face weights have neither 257 (bytes) nor 50257 ids (gpt2).
         Raise UserError if the weights cannot be read or do not fit this class.
         """
         path = Path(source) if str(source).endswith(".pt") else best_checkpoint(source)
@@ -369,7 +369,7 @@ class DataLoaderLite:
         # x and y overlap, so return copies. validation_loss() changes y in place
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-@lru_cache(maxsize=4)  # the orders of shards and of rows, for training and for validation
+@lru_cache(maxsize=4)  # for the orders of shards and of rows, in training and in validation
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
 
@@ -492,7 +492,7 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 average = self.state[p]["momentum_buffer"]  # the running average of the gradient
                 average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * grad
-                # Nesterov momentum does the same again, as if the next gradient were equal
+                # Nesterov momentum looks one step ahead, assuming the same gradient again
                 ahead = p.grad.lerp(average, momentum).to(self.dtype)
                 # c_attn, three times as tall as wide, stacks the matrices of query, key and value
                 n = 3 if p.size(0) == 3 * p.size(1) else 1
@@ -500,7 +500,7 @@ class Muon(torch.optim.Optimizer):
                     if G.size(0) > G.size(1):  # wide matrices are cheaper, so transpose tall ones
                         weight, G = weight.mT, G.mT
                     by_shape[G.shape].append((weight, G))
-            # One batch per shape, so that there are fewer and larger operations
+            # Batch the matrices of each shape, for fewer and larger operations
             for (_, longer_side), batch in by_shape.items():
                 weights, matrices = zip(*batch)
                 # Each weight is a view of p, so changing it in place changes p
@@ -533,7 +533,7 @@ def configure_optimizers(model, cfg, muon_dtype=torch.float32):
 # ---- Training
 @dataclass
 class Run:
-    """What train() uses. `step`, `best_loss` and `best_step` change during training."""
+    """The state of a run. `step`, `best_loss` and `best_step` change during training."""
     cfg: Config
     device: torch.device
     model: nn.Module              # the GPT. If it is compiled, it is compiled in place
@@ -594,7 +594,7 @@ def train_step(run):
         x, y = run.train_loader.batch(row, cfg.B, run.device)
         torch.manual_seed(seed_from(cfg.seed, row))  # so that a resumed run has the same dropout
         # DDP averages gradients over the processes. Only the last micro-batch needs that. The
-        # forward pass must also be inside no_sync(), because DDP prepares the averaging there
+        # forward pass must also be inside no_sync(), because it prepares the averaging
         only_accumulate = WORLD_SIZE > 1 and row != starts[-1]
         with run.ddp_model.no_sync() if only_accumulate else contextlib.nullcontext():
             with run.autocast():
@@ -629,7 +629,7 @@ def due(every, run):
     return every > 0 and (run.step % every == 0 or run.step == run.cfg.max_steps)
 
 def evaluate(run):
-    """Validate and save the run, score HellaSwag, and print a sample, each if it is due.
+    """Validate and save the run, score the model on HellaSwag, print a sample: whatever is due.
 
     The run is saved before HellaSwag and the sample, so that nothing is lost if these fail.
     """
@@ -662,9 +662,9 @@ def evaluate(run):
 def train(run):
     """Train until max_steps is reached or a signal arrives, and then call finish().
 
-    Steps are numbered from 0, so the model has taken n steps before step n. In the log, `val` of
-    step n is the validation loss of this model, and `train` of step n is its loss on the batch of
-    step n. A resumed run repeats the evaluations that are due at the step that was saved.
+    Steps are numbered from 0. In the log, `val` and `train` of step n are losses of the model after
+    n updates: `train` is the loss on the batch of step n, before the model is updated with it. A
+    resumed run repeats the evaluations that are due at the step that was saved.
     """
     cfg, stopped = run.cfg, False
     while not stopped:
@@ -675,7 +675,7 @@ def train(run):
         loss, norm, stopped = train_step(run)  # this adds 1 to run.step
         seconds = time.perf_counter() - start
         run.seconds.append(seconds)
-        # (In float16, a norm may be infinite: then train_step() has left the weights as they were)
+        # (In float16, the norm may be infinite: then train_step() has skipped the update)
         if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
             raise UserError(f"Step {step} has loss {loss:g} and gradient norm {norm:g}: the model "
                             "has diverged. Most often --max_lr is too high. A new run can begin "
@@ -751,7 +751,7 @@ def check_same_training(run, checkpoint):
                         "Undo this change, or choose a different --log_dir.")
 
 def load_weights(model, weights, source):
-    """Load a state_dict. source: its origin, which the UserError names if it does not fit."""
+    """Load a state_dict. source: where it comes from, for the UserError if it does not fit."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:  # its first line is a heading; all other lines name weights
@@ -916,7 +916,7 @@ def export(log_dir):
         print0(f"Not exported: {summary_of(e)}.")
 
 def save_hugging_face(model, folder):
-    """Write a model, which is on the CPU, and its tokenizer to a folder for transformers.
+    """Write a model, which must be on the CPU, and its tokenizer in Hugging Face's format.
 
     Raise ValueError or RuntimeError if transformers would return different logits.
     """
@@ -946,7 +946,7 @@ def check_same_logits(model, hf_model):
     """Raise ValueError if two models on the CPU, ours and a Hugging Face one, do not agree."""
     c = model.config
     idx = torch.randint(c.vocab_size, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = c.vocab_size - 1  # <|endoftext|>, which edits often treat specially
+    idx[0, c.block_size // 2] = c.vocab_size - 1  # <|endoftext|>: an edit may attend only after it
     theirs = hf_model.float().eval()(idx).logits
     differences = (model(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:  # also true for NaN
@@ -959,7 +959,7 @@ def set_up_device(name):
     Raise UserError if it cannot be used.
     """
     # If torch sees no GPU, the driver is usually too old for the CUDA version that torch was built
-    # for (the end of torch.__version__, such as +cu130). The last torch for CUDA 12.6 is 2.14
+    # for (the suffix of torch.__version__, such as +cu130). The last one for CUDA 12.6 is 2.14
     no_gpu_message = (f"torch {torch.__version__} sees no GPU. Install a newer driver, or a torch "
                       "build that supports old GPUs and drivers: pip install 'torch<2.15' "
                       "--index-url https://download.pytorch.org/whl/cu126")
@@ -1052,7 +1052,7 @@ def configure(flags):
     return cfg
 
 def check_values(cfg):
-    """Raise UserError if a constant has an invalid value."""
+    """Raise UserError if a setting has an invalid value."""
     at_least_1 = ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens")
     limits = dict.fromkeys(at_least_1, (1, math.inf)) | {"dropout": (0, 1), "seed": (0, 2**32)}
     for constant in fields(cfg):
@@ -1065,15 +1065,16 @@ def check_values(cfg):
     if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
         raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
     if cfg.n_embd % cfg.n_head:
-        raise UserError(f"n_embd={cfg.n_embd} is no multiple of n_head={cfg.n_head}: change one.")
+        raise UserError(f"n_embd={cfg.n_embd} must be a multiple of n_head={cfg.n_head}.")
     if cfg.init_from == "resume":  # nanoGPT's way to resume a run
         raise UserError("To resume a run, repeat the command without --init_from=resume.")
 
 def build_model(cfg, flags, checkpoint=None):
-    """Return the GPT of a run, and the Config, in which the constants of loaded weights are set.
+    """Return the GPT of a run, and the Config, updated to match pretrained weights.
 
-    checkpoint: that of a run to resume, whose weights restore() will load. init_from is then not
-    read again. Raise UserError if it cannot be read, or if a flag contradicts the weights.
+    checkpoint: that of the run that is resumed, if any. restore() will load its weights, so here
+    init_from is not read again. Raise UserError if init_from cannot be read, or if a flag
+    contradicts its weights.
     """
     if cfg.init_from == "scratch":
         config = GPTConfig(
@@ -1087,9 +1088,9 @@ def build_model(cfg, flags, checkpoint=None):
     return model, with_constants_of(model, cfg, flags)
 
 def with_constants_of(model, cfg, flags):
-    """Return the Config with the constants of a model that was loaded from cfg.init_from.
+    """Return the Config, updated to match a model that was loaded from cfg.init_from.
 
-    Raise UserError if a flag contradicts them, or if the encoding has another number of token ids.
+    Raise UserError if a flag contradicts it, or if the encoding has a different number of ids.
     """
     c = model.config
     constants = dict(encoding=c.encoding, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
@@ -1104,7 +1105,7 @@ def with_constants_of(model, cfg, flags):
     return replace(cfg, **constants)
 
 def fit_batch(cfg, rows_per_epoch):
-    """Return the Config with a B that divides the batch, and max_steps according to epochs.
+    """Return the Config with B lowered until it divides the batch, and max_steps from epochs.
 
     Raise UserError if total_batch_size cannot be divided among the processes.
     """
@@ -1136,7 +1137,7 @@ def prepare_log_dir(run, resumed):
     if resumed and copy.exists() and copy.read_bytes() != code:
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
         earlier = folder / f"train_gpt2_before_{run.step:05d}.py"
-        if not earlier.exists():  # it exists if the code in `copy` has run since, but saved no step
+        if not earlier.exists():  # if it does, the code in `copy` has not saved a step
             copy.rename(earlier)
     write_whole(copy, lambda file: file.write(code))
     run.log = open(folder / "log.txt", "ab" if resumed else "wb", buffering=0)
@@ -1200,7 +1201,7 @@ def print_samples(cfg, flags, device):
         cfg = replace(cfg, init_from=cfg.log_dir)
         if not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} has no weights: train, or set --init_from.")
-    source = best_checkpoint(cfg.init_from) or cfg.init_from  # if from a run, name the checkpoint
+    source = best_checkpoint(cfg.init_from) or cfg.init_from  # the checkpoint, if from a run
     model = GPT.from_pretrained(source, encoding=cfg.encoding).to(device)
     cfg = with_constants_of(model, cfg, flags)
     print0(f"Samples from {source}:")

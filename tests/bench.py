@@ -94,7 +94,7 @@ def delay_of_a_save(script):
                            "--total_batch_size=256", "--val_tokens=256", "--sample_every=0",
                            *every], cwd=folder)
     delays = [float(seconds) for seconds in re.findall(r"^delay (.*)$", lines, re.M)]
-    return statistics.median(delays[2:])  # those of step 0, which is not saved, and of step 2
+    return statistics.median([delay for delay in delays if delay > 1e-3][1:])  # 0: nothing to save
 
 def seconds_to_first_step(script):
     start = time.perf_counter()
