@@ -32,7 +32,7 @@ def test_initial_weights_and_loss():
     assert not model.transformer.wte.weight[50257:].any()
 
 def test_initial_weights_depend_on_the_seed_and_their_name_only(monkeypatch):
-    """An added layer does not change the initial weights of other layers."""
+    """An added layer does not change the initial weights of other layers, which all differ."""
     class WiderBlock(t.Block):
         def __init__(self, config):
             super().__init__(config)
@@ -43,6 +43,9 @@ def test_initial_weights_depend_on_the_seed_and_their_name_only(monkeypatch):
     monkeypatch.setattr(t, "Block", WiderBlock)
     wider = small().state_dict()
     assert all(torch.equal(wider[name], weight) for name, weight in plain.items())
+    firsts = {name: weight[0, 0].item() for name, weight in plain.items() if weight.dim() == 2}
+    del firsts["lm_head.weight"]  # the same matrix as wte
+    assert len(set(firsts.values())) == len(firsts)
     assert not torch.equal(other["transformer.wpe.weight"], plain["transformer.wpe.weight"])
     assert wider["transformer.h.1.gate.weight"].std().item() == pytest.approx(0.02, rel=0.2)
     assert not wider["transformer.h.1.gate.bias"].any()
