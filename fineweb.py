@@ -8,12 +8,13 @@ Documents are streamed and never stored. A shard is a one-dimensional array of
 token ids in an .npy file: uint16, or uint32 if the encoding has more than
 65,536 ids. Each document starts with <|endoftext|> and may continue in the next
 shard. Shard 0 is for validation. You can stop the script at any moment. To
-resume, repeat the command; the shards are the same as without the interruption.
+resume, repeat the command; the shards are the same as those of a run that was
+never stopped.
 
-The first half of this file holds the helpers that all three scripts share. They
-are not in train_gpt2.py, because that script runs as __main__. Another script
-that imported it would get a second copy of the module and of UserError, which
-main() would not catch.
+The first half of this file holds the helpers that all three scripts share.
+hellaswag.py cannot import them from train_gpt2.py, because that script runs as
+__main__: Python would load it a second time, and its main() would not catch the
+UserError of the second copy.
 """
 import argparse
 import dataclasses
@@ -61,7 +62,10 @@ class UserError(Exception):
     """An error that the user can correct. main() prints its message instead of a traceback."""
 
 def summary_of(error):
-    """Return the first line of an exception's message (or its class), cut to 160 characters."""
+    """Return the first line of an exception's message, cut to 160 characters.
+
+    If the message is empty, return the name of the exception's class.
+    """
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")[:160]
 
 def encoding_arguments(name):
@@ -94,8 +98,8 @@ def get_encoding(name):
 def encode(encoding, text, special=False):
     """Return the token ids of a text, as a one-dimensional array.
 
-    special: whether the characters <|endoftext|> in the text are the special token. Otherwise they
-    are ordinary text.
+    special: whether to encode the characters <|endoftext|> in the text as the special token. By
+    default, they are ordinary text.
     """
     encode_part = functools.partial(
         encoding.encode_to_numpy, allowed_special={END_OF_TEXT} if special else set(),
@@ -170,10 +174,6 @@ def lock_folder(name, folder):
                         f"which files can be written.") from None
     return lock
 
-def bool_or_text(text):
-    """Convert "true" and "false", in lower or upper case, to bool. Return other texts unchanged."""
-    return {"true": True, "false": False}.get(text.lower(), text)
-
 def parse_flags(cls, doc, presets=None):
     """Parse the command line; return {name: value} of the flags that were given.
 
@@ -192,10 +192,12 @@ def parse_flags(cls, doc, presets=None):
                   for preset, constants in (presets or {}).items() if field.name in constants]
         text = f"{comments.get(field.name, '')} [{', '.join([repr(field.default), *values])}]"
         choices = (True, False) if field.type is bool else get_args(field.type) or None
+        # If there are choices, "true" and "false", in any case, become bool
         parser.add_argument(
             f"--{field.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"),
             choices=choices, metavar="|".join(map(str, choices or ["X"])),
-            type=bool_or_text if choices else field.type)
+            type=(lambda text: {"true": True, "false": False}.get(text.lower(), text)) if choices
+            else field.type)
 
     def refuse(message):
         raise UserError(f"{message} (--help lists every flag).")
@@ -204,8 +206,9 @@ def parse_flags(cls, doc, presets=None):
 
 # ----------------------------------------------------------------------------------- documents
 # Find the files of the corpus and stream their documents. Each row of a parquet file and each line
-# of a jsonl file holds one document, and both are called rows here.
+# of a jsonl file holds one document, and both are called rows here
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
+BATCH = 64  # rows that are read and tokenized together
 
 def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
@@ -235,23 +238,23 @@ def find_files(source, remote_name):
 def open_stream(url):
     """Return an IterableDataset with the rows of a file. A row is a dict with the key "text".
 
-    In a parquet file, row["text"] is the text as bytes (a column of strings may hold bytes that are
-    not UTF-8) or None. In other files, it is a whole line, for text_of() to parse, because the
-    format "json" of `datasets` does not accept lines with different keys.
+    In a parquet file, row["text"] is None or the text as bytes, because a column of strings may
+    hold bytes that are not UTF-8. In other files, it is a whole line, which text_of() parses,
+    because the "json" format of `datasets` does not accept lines with different keys.
     """
     import datasets
-    datasets.config.TORCH_AVAILABLE = False  # or it imports torch, which takes 2 s and 150 MB
+    datasets.config.TORCH_AVAILABLE = False  # else it imports torch, for 2 s and 150 MB
     datasets.config.STREAMING_READ_MAX_RETRIES = 5  # with the default, 20, it may wait 20 minutes
     file_format, options = "text", dict(encoding_errors="replace")
     if url.endswith(".parquet"):
         file_format, options = "parquet", dict(
-            columns=["text"], batch_size=64,
+            columns=["text"], batch_size=BATCH,
             features=datasets.Features({"text": datasets.Value("large_binary")}))
     return datasets.load_dataset(file_format, data_files=glob.escape(url), split="train",
                                  streaming=True, **options)
 
 def text_of(value):
-    """Return the text of a document, "" if it is empty. value: row["text"] from open_stream().
+    """Return the text of a document, or "" if it is empty. value: row["text"] from open_stream().
 
     Raise ValueError if a line is not a JSON object whose "text" is a string or null.
     """
@@ -267,7 +270,7 @@ def text_of(value):
     return (document["text"] or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 def read_batches(urls, start):
-    """Yield (file number, number of the first row, texts) for each batch of 64 rows.
+    """Yield (file number, number of the first row, texts) for each batch of rows.
 
     start: where to start, as {"file": number of a file, "row": number of a row in it}.
     Raise UserError if a file cannot be read.
@@ -275,7 +278,7 @@ def read_batches(urls, start):
     row = start["row"]
     for number in range(start["file"], len(urls)):
         try:
-            for batch in open_stream(urls[number]).skip(row).iter(batch_size=64):
+            for batch in open_stream(urls[number]).skip(row).iter(batch_size=BATCH):
                 first_row, texts = row, []
                 for value in batch["text"]:
                     texts.append(text_of(value))
@@ -291,12 +294,12 @@ def read_batches(urls, start):
 # Tokenize batches in threads and cut their tokens into shards. manifest.json lists the finished
 # shards, the place in the corpus where each of them ends, and the settings that determine their
 # content. For example, {"file": 2, "row": 320, "used": 1200} is the place 1,200 tokens into the
-# batch that begins at row 320 of file 2. A run that is resumed starts at the last place.
+# batch that begins at row 320 of file 2. A run that is resumed starts at the last place
 def tokenize(texts, encoding):
-    """Return the tokens (n,) of a list of texts, each text after an <|endoftext|> token.
+    """Return the tokens (n,) of a list of texts, with an <|endoftext|> token before each text.
 
     If a text itself contains the characters "<|endoftext|>", they are encoded as ordinary text.
-    Blank texts are left out.
+    Blank texts are skipped.
     """
     parts = [np.append(encoding.eot_token, encode(encoding, text))
              for text in texts if text.strip()]
@@ -326,10 +329,10 @@ def cut_shards(jobs, shard_size, dtype, start, n_files):
     The yielded array is overwritten with the next shard.
     """
     shard = np.empty(shard_size, dtype)
-    filled = 0  # the number of tokens in `shard`
-    used = start["used"]  # the number of tokens of the current batch that are in shards already
+    # filled: how many tokens are in `shard`. used: how many of the batch's tokens are in any shard
+    filled, used = 0, start["used"]
     # disable=None means: show the progress only on a terminal
-    for number, row, job in tqdm(jobs, unit=" documents", unit_scale=64, disable=None):
+    for number, row, job in tqdm(jobs, unit=" documents", unit_scale=BATCH, disable=None):
         tokens = job.result()
         while used < len(tokens):
             part = tokens[used:used + shard_size - filled]
@@ -343,14 +346,13 @@ def cut_shards(jobs, shard_size, dtype, start, n_files):
     if filled:
         yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
 
-def settings_of(cfg, files, shards):
+def recipe_of(cfg, files, shards):
     """Return everything that determines the content of `shards`, as {name: value}.
 
     This is shard_size, the encoding, and the name and size of each file from which they were made.
     files: [(path or URL, size in bytes)] of the whole corpus. shards: entries of the manifest.
     """
-    # The shards were made from the files up to the one in which the last shard ends. (The corpus's
-    # last shard ends after all files)
+    # The shards were made from the files up to the one in which the last shard ends
     used_files = files[:shards[-1]["file"] + 1] if shards else []
     return {"shard_size": cfg.shard_size, "encoding": cfg.encoding} | {
         f"file {number}": f"{os.path.basename(url)}, {size} bytes"
@@ -359,15 +361,16 @@ def settings_of(cfg, files, shards):
 def find_finished(cfg, files):
     """Return the manifest's entries for the shards in local_dir that need not be made again.
 
-    In the first run, which finds no manifest, there are none.
     If a shard was deleted, it and all later shards are made again. If the settings have changed,
     raise UserError, unless there is only a validation shard, which is then made again.
     """
     folder = Path(cfg.local_dir)
+    if not any(folder.glob("*.npy")):  # the first run
+        return []
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         shards = manifest["shards"]
-        before, now = manifest["settings"], settings_of(cfg, files, shards)
+        before, now = manifest["settings"], recipe_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
                    for name in before | now if before.get(name) != now.get(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
@@ -382,14 +385,14 @@ def find_finished(cfg, files):
 
 def write_manifest(cfg, files, shards):
     """Write manifest.json: the entries of these shards, and the settings they were made with."""
-    content = json.dumps({"settings": settings_of(cfg, files, shards), "shards": shards}, indent=1)
+    content = json.dumps({"settings": recipe_of(cfg, files, shards), "shards": shards}, indent=1)
     write_whole(Path(cfg.local_dir, "manifest.json"), lambda file: file.write(content.encode()))
 
 def add_shards(cfg, files, shards):
-    """Make the remaining shards. shards: the manifest's entries for those that are finished.
+    """Make the remaining shards. Return the manifest's entries for all shards, old and new.
 
-    The entries of the new ones are appended to it. Raise UserError if a file cannot be read,
-    and OSError if a shard cannot be written.
+    shards: the entries of those that are finished. Raise UserError if a file cannot be read, and
+    OSError if a shard cannot be written.
     """
     encoding = get_encoding(cfg.encoding)
     # An entry of the manifest also names the place where its shard ends
@@ -403,14 +406,15 @@ def add_shards(cfg, files, shards):
     for tokens, end in itertools.islice(new_shards, n_missing):
         # These names are those of build-nanogpt, whatever the corpus is
         name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
-        # If np.save() is given a file, it does not notice a full disk. So give it an object that
-        # only has the file's method write()
+        # np.save() writes to a real file from C, and does not notice a full disk. So give it an
+        # object that has nothing but the file's method write()
         write_whole(Path(cfg.local_dir, name),
                     lambda file: np.save(types.SimpleNamespace(write=file.write), tokens))
-        shards.append({"name": name, "tokens": len(tokens), "documents": int(
-            np.count_nonzero(tokens == encoding.eot_token)), **end})
+        shards = [*shards, {"name": name, "tokens": len(tokens), "documents": int(
+            np.count_nonzero(tokens == encoding.eot_token)), **end}]
         write_manifest(cfg, files, shards)
         tqdm.write(f"{name}: {len(tokens):,} tokens, {shards[-1]['documents']:,} documents")
+    return shards
 
 def make_shards(cfg):
     """Make the shards that `cfg` asks for and local_dir lacks, and print the totals.
@@ -425,9 +429,8 @@ def make_shards(cfg):
                               local_dir=os.path.expanduser(cfg.local_dir))
     files = find_files(cfg.source, cfg.remote_name)
     lock = lock_folder("local_dir", cfg.local_dir)  # noqa: F841  lasts until this function returns
-    shards = find_finished(cfg, files)
     try:
-        add_shards(cfg, files, shards)
+        shards = add_shards(cfg, files, find_finished(cfg, files))
     except OSError as e:
         raise UserError(f"local_dir={cfg.local_dir} cannot be written ({summary_of(e)}): free disk "
                         f"space or allow writing, and repeat the command to resume after the last "
@@ -461,13 +464,13 @@ def main():
         signal.signal(signal_number, end_at_once)
     logging.disable(logging.CRITICAL)  # `datasets` logs a line for each attempt to reach the hub
     # tqdm's default lock is a semaphore, which Python may report as leaked after end_at_once(). An
-    # RLock avoids this.
+    # RLock avoids this
     tqdm.set_lock(threading.RLock())
     try:
         # The last paragraph of the docstring is for readers of the code
         cfg = Config(**parse_flags(Config, __doc__.rpartition("\n\n")[0]))
         # This thread only waits, so that it can handle a signal at once. During a call that waits
-        # for the network, it could not.
+        # for the network, it could not
         ThreadPoolExecutor(1).submit(make_shards, cfg).result()
     except UserError as e:
         return f"fineweb.py: {e}"

@@ -59,7 +59,7 @@ class Score(NamedTuple):
     n_truncated: int  # number of questions whose context was truncated to fit
 
 # ----------------------------------------------------------------------------------- questions
-# Download the questions once, and check them whenever they are read.
+# Download the questions once, and check them whenever they are read
 def iterate_examples(split="val"):
     """Return an iterator over HellaSwag's questions in file order, after checking all of them.
 
@@ -86,7 +86,9 @@ def checked_examples(examples):
     if len(examples) != TOTAL:
         raise ValueError(f"{len(examples):,} of {TOTAL:,} questions")
     for example in examples:
-        example["label"] = range(4).index(int(example["label"]))  # raises ValueError if not in 0..3
+        example["label"] = int(example["label"])
+        if example["label"] not in range(4):
+            raise ValueError(f"the label {example['label']}")
     return examples
 
 def download():
@@ -112,7 +114,7 @@ def download():
                         f"in HF_ENDPOINT, or put the questions at {DATA}.") from None
 
 # ------------------------------------------------------------------------------------ tokens
-# Turn questions into rows of tokens, and rows of similar length into batches.
+# Turn questions into rows of tokens, and rows of similar length into batches
 def gpt2_encode(text):
     """Return the ids of a text in GPT-2's encoding, with "<|endoftext|>" as ordinary text."""
     return get_encoding("gpt2").encode_ordinary(text)
@@ -122,19 +124,18 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # An ending follows a space. encode(" " + ending) would be wrong for tokenizers that add a start
-    # token or another space at the beginning of every text. So encode "a " + ending, and remove as
-    # many ids as encode("a") returns
+    # An ending is encoded with a space before it. Some tokenizers also put a start token or another
+    # space in front of every text. To get rid of these, encode "a " + ending, and drop as many ids
+    # as encode("a") returns
     n_removed = len(encode("a"))
     return encode(example["ctx"]), [encode("a " + ending)[n_removed:]
                                     for ending in example["endings"]]
 
 def pad(rows):
-    """Pad rows with 0 and return them as two tensors.
+    """Pad rows with 0. Return (tokens, mask), both (R, N) int64.
 
+    In `tokens`, each row is a context and its ending. In `mask`, 1 marks the tokens of the ending.
     rows: pairs (context, ending) of token ids.
-    tokens: (R, N) int64, each row a context and its ending. mask: (R, N) int64, 1 where a token
-    belongs to an ending.
     """
     tokens = [torch.tensor(context + ending) for context, ending in rows]
     mask = [torch.tensor([0] * len(context) + [1] * len(ending)) for context, ending in rows]
@@ -166,8 +167,8 @@ def prepare(examples, model, encode=gpt2_encode):
         endings = [ending[:block_size] for ending in endings]
         n_tokens.append([len(ending) for ending in endings])
         # A row has at most block_size + 1 tokens, because its last token is only a target. Truncate
-        # the context, which all four rows share, from the left. At least one token of it remains
-        room_for_context = block_size + 1 - max(n_tokens[-1])
+        # the context, which all four rows share, from the left
+        room_for_context = block_size + 1 - max(n_tokens[-1])  # at least 1
         n_truncated += len(context) > room_for_context
         rows += [(context[-room_for_context:], ending) for ending in endings]
         labels.append(example["label"])
@@ -183,16 +184,17 @@ def make_batches(rows, batch_tokens):
     and by 42% with GPU_BATCH. The longest rows come first: memory runs out at once or never.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
-    numbers = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)
+    remaining = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)  # row numbers
     batches = []
-    while numbers:
-        n_rows = max(1, batch_tokens // sizes[numbers[0]])
-        batches.append((numbers[:n_rows], *pad([rows[number] for number in numbers[:n_rows]])))
-        numbers = numbers[n_rows:]
+    while remaining:
+        longest = sizes[remaining[0]]
+        n_rows = max(1, batch_tokens // longest)
+        row_numbers, remaining = remaining[:n_rows], remaining[n_rows:]
+        batches.append((row_numbers, *pad([rows[number] for number in row_numbers])))
     return batches
 
 def prepare_on_all_ranks(model, encode):
-    """Return a Prepared of all questions, the same on every rank, or None if there are none.
+    """Return all questions as a Prepared, the same on every rank, or None if they are unavailable.
 
     Only rank 0 reads or downloads them. If that fails, it prints the reason.
     """
@@ -208,7 +210,7 @@ def prepare_on_all_ranks(model, encode):
     return prepare(box[0], model, encode) if box[0] else None
 
 # ------------------------------------------------------------------------------------ scoring
-# Compute the loss of each ending. A model only has to return logits for token ids.
+# Compute the loss of each ending. A model only has to return logits for token ids
 def rank_and_world_size():
     """Return this process's rank and the number of processes; (0, 1) without a process group.
 
@@ -224,7 +226,7 @@ def device_of(model):
     return next((p.device for p in parameters), torch.device("cpu"))
 
 # Use any attention kernel except cuDNN's, which spends up to half a second planning for each new
-# batch shape.
+# batch shape
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 @torch.no_grad()
 def ending_losses(model, tokens, mask):
@@ -237,30 +239,31 @@ def ending_losses(model, tokens, mask):
     targets = tokens[:, 1:]  # (R, N - 1)
     in_ending = mask[:, 1:].to(device) == 1  # (R, N - 1), whether a target is in the ending
     # If the model has been compiled, run it eagerly here. Otherwise it would be compiled again for
-    # each new batch shape, which takes longer.
+    # each new batch shape, which takes longer
     with torch.compiler.set_stance("force_eager"):
         output = model(tokens[:, :-1])
     # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
-    # and a plain function returns the logits (R, N - 1, V) themselves.
+    # and a plain function returns the logits (R, N - 1, V) themselves
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
     # For each of the n targets that belong to an ending, compute its loss (n,) and its row (n,).
-    # nonzero() lists these targets in the same order as indexing with in_ending.
+    # nonzero() lists these targets in the same order as indexing with in_ending
     token_losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
     row_of_token = in_ending.nonzero()[:, 0].cpu()
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64
     return sums.index_add_(0, row_of_token, token_losses.cpu().double())
 
-def evaluate(model, questions, progress=False):
+def evaluate(model, examples, progress=False):
     """Return the Score of a model, which is the same on every rank and for any number of ranks.
 
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
     precision with torch.autocast.
-    questions: a Prepared or, if the model has GPT-2's encoding, the dicts from iterate_examples().
+    examples: the questions, as a Prepared. For a model with GPT-2's encoding, dicts like
+    those from iterate_examples() also work.
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """
-    prepared = questions if isinstance(questions, Prepared) else prepare(questions, model)
+    prepared = examples if isinstance(examples, Prepared) else prepare(examples, model)
     rank, n_ranks = rank_and_world_size()
     sums = torch.zeros(4 * len(prepared.labels), dtype=torch.float64)  # one for each row
     for row_numbers, tokens, mask in tqdm(prepared.batches[rank::n_ranks], unit="batch",
@@ -278,7 +281,7 @@ def evaluate(model, questions, progress=False):
     return Score(acc, acc_norm, len(sums), prepared.n_truncated)
 
 # ------------------------------------------------------------------------------ command line
-# Score a model from the Hugging Face hub, or from a folder that training has exported.
+# Score a model from the Hugging Face hub, or from a folder that training has exported
 def load_model(name, device):
     """Return a transformers causal language model in float32, and a function from text to ids.
 
@@ -324,7 +327,7 @@ def main():
     # Like the published scores, these scores are computed in float32, but with TF32 on GPUs that
     # have it. TF32 is faster, and rounds only the inputs of matrix multiplications. bfloat16 would
     # also round the logits: GPT-2's logits are near -35, where neighbouring bfloat16 numbers differ
-    # by 1/4. train_gpt2.py scores in the dtype of training, which is less precise.
+    # by 1/4. train_gpt2.py scores in the dtype of training, which is less precise
     torch.set_float32_matmul_precision("high")
     try:
         examples = list(iterate_examples("val"))[:args.limit]

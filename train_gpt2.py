@@ -56,9 +56,9 @@ from fineweb import (  # noqa: E402
     token_dtype, write_whole)
 
 # torchrun starts one process per GPU and gives each a number, its rank. Only rank 0 prints and
-# writes files. (Slurm may set WORLD_SIZE but not RANK, in which case there is only one process)
+# writes files
 RANK = int(os.environ.get("RANK", 0))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
 
 # ---- Constants. --help prints the comment at the end of each line
 @dataclass(frozen=True)
@@ -71,8 +71,8 @@ class Config:
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
     shuffle: bool = True            # shuffle the training data anew in each epoch
     seed: int = 1337                # determines the initial weights, data order and samples
-    # The batch: total_batch_size affects training. B affects only memory and speed, and is lowered
-    # if it does not divide the number of rows that each process reads per step
+    # The batch: total_batch_size affects training. B affects only memory and speed. It is lowered
+    # until it divides total_batch_size / T / processes
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
     B: int = 64                     # micro-batch size: rows per forward pass
     T: int = 1024                   # tokens per row (the context length)
@@ -82,9 +82,9 @@ class Config:
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
-    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, folder of a run or model, .pt file
+    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, or a .pt file or folder
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices in blocks, else AdamW
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: matrices in blocks; the rest gets AdamW
     max_lr: float = 6e-4            # peak learning rate
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
@@ -97,7 +97,7 @@ class Config:
     # Monitoring. For the settings that end in _every, 0 means never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations, each of which also saves the run
-    keep_every: int = 5000          # keep checkpoints at multiples; newest and best are always kept
+    keep_every: int = 5000          # keep the newest, the best, and checkpoints at multiples of it
     val_tokens: int = 10485760      # tokens per validation; each validation reads the same ones
     hellaswag_every: int = 250      # steps between evaluations on HellaSwag
     sample_every: int = 1000        # steps between samples; one GPU samples while the others wait
@@ -197,7 +197,7 @@ class GPT(nn.Module):
     def __init__(self, config, seed=None):
         super().__init__()
         self.config = config
-        # GPUs prefer a multiple of 128 (50304 for GPT-2). The padding rows belong to no token
+        # Pad the token embedding to a multiple of 128 rows (50304 for GPT-2), as GPUs prefer
         n_rows = math.ceil(config.vocab_size / 128) * 128
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
@@ -218,8 +218,8 @@ class GPT(nn.Module):
 
         Matrices and embeddings are drawn from a normal distribution. The random numbers depend only
         on the seed and on the parameter's name, so they do not change when a layer is added
-        elsewhere. Biases are 0, and other vectors keep the default of their module; the gains of
-        LayerNorm are 1.
+        elsewhere. Biases are set to 0. Other vectors keep the values that their module gives them,
+        for example 1 for the gains of LayerNorm.
         """
         for name, p in self.named_parameters():
             if name.endswith("bias"):
@@ -232,18 +232,18 @@ class GPT(nn.Module):
                     std /= math.sqrt(2 * self.config.n_layer)
                 generator = torch.Generator().manual_seed(seed_from(seed, name))
                 p.copy_(torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator))
-        self.transformer.wte.weight[self.config.vocab_size:] = 0  # the rows that belong to no token
+        self.transformer.wte.weight[self.config.vocab_size:] = 0  # padding rows belong to no token
 
     def forward(self, idx, targets=None, return_logits=True):
         """Return the logits (B, T, vocab_size) of token ids idx (B, T), and the loss.
 
         The loss is the mean cross-entropy against targets (B, T), in nats per token, or None
-        without targets. Targets of -100 are ignored. Validation also uses this loss, so put a
-        term that only training should minimize (for example a z-loss) under `if self.training`.
+        without targets. Targets of -100 are ignored. Validation also uses this loss, so a term that
+        applies only in training (for example a z-loss) belongs under `if self.training`.
 
-        With return_logits=False, None is returned instead of the logits, which are computed anyway.
-        Training uses this option because torch.compile would otherwise allocate a gradient for the
-        returned logits, 13 GB at B=64.
+        return_logits=False returns None in place of the logits, which are computed all the same.
+        Training uses it, because torch.compile allocates a gradient for every tensor that is
+        returned. For the logits, this would be 13 GB at B=64.
         """
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
@@ -255,8 +255,8 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, number of rows of lm_head)
-        # Columns that belong to no token get probability 0. (Removing them before the loss makes a
-        # compiled step on an H100 5% slower. Masking them after float() needs 6 GiB more)
+        # Mask the padding, so that its probability is 0. Slicing it off here, not below, makes a
+        # compiled step on an H100 5% slower. Masking it after float() needs 6 GiB more
         no_token = torch.arange(logits.size(-1), device=x.device) >= self.config.vocab_size
         logits = logits.masked_fill(no_token, -math.inf).float()
         loss = None if targets is None else F.cross_entropy(
@@ -270,8 +270,6 @@ class GPT(nn.Module):
         top_k: sample from the k most likely tokens (None or 0: from all). A temperature of 0
         always selects the most likely token.
         """
-        if temperature == 0:
-            temperature, top_k = 1.0, 1
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
             # After model.compile(), self(context) runs compiled code. Run it eagerly here, because
@@ -281,8 +279,11 @@ class GPT(nn.Module):
             if top_k:
                 kth_best = logits.topk(min(top_k, logits.size(-1))).values[:, -1:]
                 logits = logits.masked_fill(logits < kth_best, -math.inf)
-            probs = (logits / temperature).softmax(-1)
-            token = torch.multinomial(probs, 1, generator=generator)  # (B, 1)
+            if temperature == 0:
+                token = logits.argmax(-1, keepdim=True)  # (B, 1)
+            else:
+                probs = (logits / temperature).softmax(-1)
+                token = torch.multinomial(probs, 1, generator=generator)
             idx = torch.cat((idx, token), dim=1)
         return idx
 
@@ -290,38 +291,40 @@ class GPT(nn.Module):
     def from_pretrained(cls, source, dropout=0.0, encoding="gpt2"):
         """Return a GPT with the weights in `source`.
 
-        source: gpt2 ... gpt2-xl or another GPT-2 on the hub, a Hugging Face folder, a run's folder
-        (its best checkpoint is used) or a .pt file.
+        source: gpt2 ... gpt2-xl or another GPT-2 on the hub, a Hugging Face folder, the folder of a
+        run (its best checkpoint is used) or a .pt file.
         dropout: replaces the dropout with which the weights were trained.
-        encoding: used only if Hugging Face weights have neither 257 (bytes) nor 50257 ids (gpt2).
+        encoding: for Hugging Face weights only. It is ignored if they have 257 token ids (bytes and
+        <|endoftext|>) or 50257 (gpt2).
         Raise UserError if the weights cannot be read or do not fit this class.
         """
-        path = Path(source) if str(source).endswith(".pt") else best_checkpoint(source)
-        if path is None:  # `source` is not the folder of a run
+        source = best_checkpoint(source)  # `source` itself, unless it is the folder of a run
+        if not str(source).endswith(".pt"):
             return gpt_from_hugging_face(source, dropout, encoding)
-        checkpoint = read_checkpoint(path)
+        checkpoint = read_checkpoint(source)
         model = cls(replace(GPTConfig(**checkpoint["gpt_config"]), dropout=dropout))
-        load_weights(model, checkpoint["model"], path)
+        load_weights(model, checkpoint["model"], source)
         return model
 
 # ---- Data
 class DataLoaderLite:
-    """Cuts shards into rows, and returns any of them by its row number.
+    """Cuts shards into rows, and returns any row by its number.
 
     A row has T + 1 tokens. The model reads the first T tokens and predicts the last T. The rows of
     a shard begin at its tokens 0, T, 2 T and so on, so the last token of a row is also the first
     token of the next one.
 
     An epoch reads each row once, one shard after another. With `shuffle`, the order of the shards
-    and the order of the rows in each shard are random, and new in each epoch. Row numbers count the
-    rows that are read, over all epochs: if the shards have 12 rows, then epoch 0 reads them as row
-    numbers 0 to 11, and epoch 1 reads them, in a different order, as row numbers 12 to 23.
+    and the order of the rows in each shard are random, and new in each epoch. Row numbers continue
+    from one epoch to the next: if the shards have 12 rows, then epoch 0 reads them as row numbers 0
+    to 11, and epoch 1 reads them, in a different order, as row numbers 12 to 23.
 
-    With `shift`, which is used for shuffled text files, all rows of an epoch begin earlier by the
-    same number of tokens, 0 to T - 1, so that even a small text yields new rows in each epoch. (The
-    first row of a shard still begins at token 0, and overlaps the second one.)
+    With `shift`, which is used for shuffled text files, each epoch cuts the text at different
+    tokens, so that even a small text yields new rows: row i of a shard begins at token
+    max(0, i T - offset), with an offset from 0 to T - 1 that differs between epochs.
 
     shards: arrays of token ids (N,), for example memory-mapped files.
+    vocab_size: batch() raises UserError if a token id is vocab_size or larger.
     """
     def __init__(self, shards, T, vocab_size=2**32, seed=0, shuffle=False, shift=False):
         self.shards, self.T, self.vocab_size = shards, T, vocab_size
@@ -334,15 +337,15 @@ class DataLoaderLite:
         # The comments give an example with row 765, T = 8, and shards of 30, 50 and 40 rows
         epoch, in_epoch = divmod(row, self.rows_per_epoch)     # number 45 of the 120 in epoch 6
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1 (random)
-        n_rows = self.rows_in_shard[shard_order]               # 40, 30, 50
-        n_before = n_rows.cumsum() - n_rows                    # the shards begin at 0, 40 and 70
+        sizes = self.rows_in_shard[shard_order]                # 40, 30, 50
+        n_before = sizes.cumsum() - sizes                      # the shards begin at 0, 40 and 70
         i = int(n_before.searchsorted(in_epoch, side="right")) - 1  # 1, since 40 <= 45 < 70
         shard = int(shard_order[i])                            # 0
         in_shard = in_epoch - int(n_before[i])                 # number 5 of the 30 in this shard
-        row_order = order_of(int(n_rows[i]), self.shuffle, self.seed, epoch, shard)
+        row_order = order_of(int(sizes[i]), self.shuffle, self.seed, epoch, shard)
         start = int(row_order[in_shard]) * self.T              # 136, if row_order[5] is 17
         if self.shift:
-            # Multiples of 0.618, modulo 1, are spread evenly, so nearby epochs get distant shifts
+            # Multiples of 0.618, modulo 1, are spread evenly, so nearby epochs get distant offsets
             start = max(0, start - int(0.618 * epoch * self.T) % self.T)
         return shard, start
 
@@ -369,7 +372,7 @@ class DataLoaderLite:
         # x and y overlap, so return copies. validation_loss() changes y in place
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-@lru_cache(maxsize=4)  # for the orders of shards and of rows, in training and in validation
+@lru_cache(maxsize=4)  # four orders are in use: of shards and of rows, to train and to validate
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
 
@@ -385,8 +388,8 @@ def open_data(cfg, encoding):
     """Return the loaders for training and validation.
 
     If a text file contains the characters <|endoftext|>, they become the special token that
-    separates documents. encoding: a tiktoken.Encoding. Raise UserError if the data is unreadable,
-    too short or needs a different encoding.
+    separates documents. encoding: a tiktoken.Encoding. Raise UserError if the data is unreadable or
+    too short, or if it needs a different encoding.
     """
     is_text = Path(cfg.data).is_file()
     if is_text:  # the last tenth is for validation
@@ -427,23 +430,12 @@ def open_shard(path):
                         "one dimension and integers, for example uint16.")
     return tokens
 
-def tokens_per_byte(loader, encoding):
-    """Return the number of tokens per byte of text, estimated from the first 2**18 tokens or fewer.
-
-    It converts a loss per token to one per byte, to compare encodings. <|endoftext|> has no bytes.
-    """
-    x, _ = loader.batch(0, min(loader.rows_per_epoch, max(1, 2**18 // loader.T)))
-    tokens = x.flatten().numpy()
-    n_bytes = len(encoding.decode_bytes(tokens[tokens != encoding.eot_token].tolist()))
-    return len(tokens) / max(1, n_bytes)
-
 # ---- Learning rate and optimizers
 def get_lr(step, cfg):
-    """Return the learning rate of a step: linear warmup to max_lr, then decay to min_lr.
+    """Return AdamW's learning rate at a step: linear warmup to max_lr, then decay to min_lr.
 
-    This is AdamW's. train_step() scales the learning rate of each parameter group in the same way,
-    beginning from the one with which configure_optimizers() built it. So Muon's is muon_lr_ratio
-    times as high.
+    train_step() scales the learning rates of all optimizers by the same factor, so Muon's is always
+    muon_lr_ratio times as high.
     """
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
@@ -492,7 +484,7 @@ class Muon(torch.optim.Optimizer):
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p)
                 average = self.state[p]["momentum_buffer"]  # the running average of the gradient
                 average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * grad
-                # Nesterov momentum looks one step ahead, assuming the same gradient again
+                # Nesterov momentum looks ahead: (1 - momentum) * grad + momentum * average
                 ahead = p.grad.lerp(average, momentum).to(self.dtype)
                 # c_attn, three times as tall as wide, stacks the matrices of query, key and value
                 n = 3 if p.size(0) == 3 * p.size(1) else 1
@@ -533,7 +525,7 @@ def configure_optimizers(model, cfg, muon_dtype=torch.float32):
 # ---- Training
 @dataclass
 class Run:
-    """The state of a run. `step`, `best_loss` and `best_step` change during training."""
+    """Everything that train() uses. set_up(), near the end of this file, makes it."""
     cfg: Config
     device: torch.device
     model: nn.Module              # the GPT. If it is compiled, it is compiled in place
@@ -543,8 +535,7 @@ class Run:
     autocast: partial             # returns torch.autocast's context manager for the run's dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
-    tokens_per_byte: float        # converts nats per token to nats per byte
-    questions: object = None      # from hellaswag.prepare(); None if it is off or not available
+    questions: object = None      # of HellaSwag, tokenized (a Prepared); None if off or unavailable
     step: int = 0                 # number of steps taken
     best_loss: float = math.inf   # the lowest validation loss
     best_step: int | None = None  # the step at which it was found
@@ -552,8 +543,7 @@ class Run:
     seconds: list = field(default_factory=list)  # duration of each step since the last validation
     stop: bool = False            # set by Ctrl-C, SIGTERM and SIGHUP
     writer: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=1))
-    last_save: object = None      # Future of the last save, which `writer` does in a thread
-    saved_step: int | None = None  # the step of the last save, even if it failed
+    last_save: object = None      # Future of the last save, which runs in the writer's thread
 
 @torch.no_grad()
 def validation_loss(run):
@@ -585,8 +575,7 @@ def train_step(run):
     for the GPU only once, at the end. (In float16, it also waits for GradScaler.)
     """
     cfg, rows = run.cfg, run.cfg.total_batch_size // run.cfg.T
-    # The row numbers at which this process's micro-batches begin. A step's rows are dealt out, B at
-    # a time, to rank 0, rank 1, ..., then to rank 0 again
+    # The row numbers at which this process's micro-batches begin. The ranks take B rows in turn
     starts = range(run.step * rows + RANK * cfg.B, (run.step + 1) * rows, WORLD_SIZE * cfg.B)
     loss_of_step = torch.zeros((), device=run.device)
     run.ddp_model.train()
@@ -606,12 +595,13 @@ def train_step(run):
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)
-    # If a float16 gradient overflows, no optimizer may take a step, because clipping by an infinite
-    # norm has corrupted all gradients. (GradScaler.step() decides separately for each optimizer)
+    # If a float16 gradient overflowed, `norm` is infinite, and clipping by it has corrupted all
+    # gradients. GradScaler.step() checks one optimizer at a time, so decide here for all of them
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
-        for group in optimizer.param_groups:  # initial_lr, from set_up(), is the group's peak
-            group["lr"] = group["initial_lr"] * get_lr(run.step, cfg) / cfg.max_lr
+        for group in optimizer.param_groups:
+            peak = group.setdefault("initial_lr", group["lr"])  # noted in the first step
+            group["lr"] = peak * get_lr(run.step, cfg) / cfg.max_lr
         if not overflowed:
             run.scaler.step(optimizer)
         optimizer.zero_grad()
@@ -629,7 +619,7 @@ def due(every, run):
     return every > 0 and (run.step % every == 0 or run.step == run.cfg.max_steps)
 
 def evaluate(run):
-    """Validate and save the run, score the model on HellaSwag, print a sample: whatever is due.
+    """Do whatever is due: validate and save the run, score it on HellaSwag, print a sample.
 
     The run is saved before HellaSwag and the sample, so that nothing is lost if these fail.
     """
@@ -637,8 +627,7 @@ def evaluate(run):
     if due(cfg.eval_every, run):
         loss = validation_loss(run)
         report(run, step, "val", loss)
-        print0(f"{step:5d}/{cfg.max_steps} val {loss:.4f} "
-               f"({loss * run.tokens_per_byte / math.log(2):.4f} bits per byte)")
+        print0(f"{step:5d}/{cfg.max_steps} val {loss:.4f}")
         if run.seconds:
             report(run, step, "tok/s", cfg.total_batch_size / statistics.median_low(run.seconds))
             run.seconds = []
@@ -662,9 +651,9 @@ def evaluate(run):
 def train(run):
     """Train until max_steps is reached or a signal arrives, and then call finish().
 
-    Steps are numbered from 0. In the log, `val` and `train` of step n are losses of the model after
-    n updates: `train` is the loss on the batch of step n, before the model is updated with it. A
-    resumed run repeats the evaluations that are due at the step that was saved.
+    Steps are numbered from 0. Step n is the update from run.step == n to n + 1. In the log, `val`
+    and `train` of step n were both computed before this update. A resumed run repeats the
+    evaluations that are due at the step that was saved.
     """
     cfg, stopped = run.cfg, False
     while not stopped:
@@ -691,8 +680,11 @@ def train(run):
     finish(run, stopped)
 
 def finish(run, stopped):
-    """Save the last step if evaluate() has not. Export the best one, unless a signal stopped it."""
-    save(run)
+    """Save the run, if evaluate() has not. Export the best checkpoint if the run is complete."""
+    if run.last_save:
+        run.last_save.result()  # wait. If it failed, it has only printed a line, so save again
+    if run.step not in find_checkpoints(run.cfg.log_dir):
+        save(run)
     run.writer.shutdown()  # waits until the checkpoint has been written
     if RANK == 0 and run.step not in find_checkpoints(run.cfg.log_dir):
         raise UserError(f"Step {run.step} is not saved in log_dir={run.cfg.log_dir}: free "
@@ -714,7 +706,7 @@ def checkpoint_of(run):
         "model": run.model.state_dict(), "gpt_config": asdict(run.model.config),
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
         "scaler": run.scaler.state_dict(), "config": asdict(run.cfg),
-        "train_tokens": sum(map(len, run.train_loader.shards))}
+        "corpus_tokens": sum(map(len, run.train_loader.shards))}
 
 def restore(run, checkpoint):
     """Continue from what checkpoint_of() returned. Raise UserError if it is not from this run."""
@@ -727,20 +719,21 @@ def restore(run, checkpoint):
     run.step, run.best_loss, run.best_step = (
         checkpoint[name] for name in ("step", "best_loss", "best_step"))
 
-# Constants that may differ when a run is resumed. (`data` may be moved, but not have another number
-# of tokens, and `epochs` may not lower max_steps. B and dtype affect rounding; B, dropout masks)
+# Settings that may differ when a run is resumed. `data` may have been moved, but must have the same
+# number of tokens. `epochs` only determines max_steps, which is compared. dtype and B are allowed,
+# although they affect rounding and, in the case of B, dropout masks
 MAY_CHANGE = {
     "data", "B", "epochs", "print_every", "eval_every", "keep_every", "val_tokens",
     "hellaswag_every", "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k",
     "sample", "log_dir", "device", "dtype", "compile"}
 
 def check_same_training(run, checkpoint):
-    """Raise UserError unless the data and the constants are those of the run in log_dir.
+    """Raise UserError unless the data and the settings are those of the run in log_dir.
 
-    max_steps may be larger, and the constants in MAY_CHANGE may differ.
+    max_steps may be larger, and the settings in MAY_CHANGE may differ.
     """
-    # A constant that was added after the run began is assumed to have had its default value
-    before = asdict(Config()) | checkpoint["config"] | {"tokens": checkpoint["train_tokens"]}
+    # A setting that was added after the run began is assumed to have had its default value
+    before = asdict(Config()) | checkpoint["config"] | {"tokens": checkpoint["corpus_tokens"]}
     now = asdict(run.cfg) | {"tokens": sum(map(len, run.train_loader.shards))}
     changed = {name for name in now if before[name] != now[name]} - MAY_CHANGE
     if now["max_steps"] > before["max_steps"]:
@@ -765,15 +758,15 @@ def find_checkpoints(folder):
              for path in Path(folder).glob("checkpoint_*.pt")}
     return {int(text): path for text, path in texts.items() if text.isdecimal()}
 
-def best_checkpoint(folder):
-    """Return the path of the checkpoint with the lowest validation loss in a run's folder.
+def best_checkpoint(source):
+    """Return the path of the best checkpoint if `source` is the folder of a run, else `source`.
 
-    Without validations, return the newest one. Return None if `folder` holds no checkpoints, for
-    example because it is the name of a model on the hub.
+    The best checkpoint has the lowest validation loss. In a run without validations, it is the
+    newest one.
     """
-    found = find_checkpoints(folder)
+    found = find_checkpoints(source)
     if not found:
-        return None
+        return source
     newest = found[max(found)]
     return found.get(read_checkpoint(newest)["best_step"], newest)
 
@@ -789,15 +782,14 @@ def read_checkpoint(path):
                         "damaged, delete it.") from None
 
 def save(run):
-    """Write a checkpoint in the background, unless this process has already done so at this step.
+    """Write a checkpoint in the background.
 
     Training waits only for the previous save and for the copy to host memory.
     """
-    if RANK == 0 and run.saved_step != run.step:
+    if RANK == 0:
         if run.last_save:
             run.last_save.result()
         run.last_save = run.writer.submit(write_checkpoint, run.cfg, to_host(checkpoint_of(run)))
-        run.saved_step = run.step
 
 def to_host(content):
     """Return a copy of nested dicts and lists with their tensors in host memory."""
@@ -814,7 +806,7 @@ def write_checkpoint(cfg, checkpoint):
 
     Keep the newest checkpoint, the best one, and those at multiples of keep_every.
     """
-    step, best_step, start = checkpoint["step"], checkpoint["best_step"], time.perf_counter()
+    step, start = checkpoint["step"], time.perf_counter()
     path = Path(cfg.log_dir, f"checkpoint_{step:05d}.pt")
     try:
         write_whole(path, lambda file: torch.save(checkpoint, file))
@@ -823,12 +815,12 @@ def write_checkpoint(cfg, checkpoint):
         print0(f"!!! NOT SAVED at step {step}: {summary_of(e.__context__ or e)}")
         return
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
-    found = find_checkpoints(cfg.log_dir)
-    if best_step is None or best_step in found:  # if saving the best one failed, delete none
-        for other in found.keys() - {step, best_step}:
+    found, keep = find_checkpoints(cfg.log_dir), {step, checkpoint["best_step"]} - {None}
+    if keep <= found.keys():  # all of these are on the disk, so others can be deleted
+        for other in found.keys() - keep:
             if not cfg.keep_every or other % cfg.keep_every:  # not at a multiple
                 found[other].unlink()
-    with contextlib.suppress(Exception):  # matplotlib is optional, and a plot is not worth a run
+    with contextlib.suppress(Exception):  # matplotlib is optional, and a plot must not end a run
         plot_curves(cfg.log_dir)
 
 # ---- Monitoring. log.txt is for programs, stdout for people
@@ -878,6 +870,7 @@ def sample_text(model, encoding, cfg, seed):
     return encoding.decode_bytes(tokens).decode("utf-8", errors="backslashreplace")
 
 # ---- Hugging Face. A model is imported or exported only if transformers computes the same logits
+TIED = ("transformer.wte.weight", "lm_head.weight")  # the same matrix, with one row per id
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's GPT-2
 
 def gpt_from_hugging_face(name, dropout, encoding):
@@ -889,21 +882,23 @@ def gpt_from_hugging_face(name, dropout, encoding):
             name, output_loading_info=True)
         if info["missing_keys"]:  # transformers has given these weights random values
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
-        c = hf_model.config
-        # A vocabulary of 257 ids consists of the 256 bytes and <|endoftext|>
-        model = GPT(GPTConfig(
-            block_size=c.n_positions, vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
-            n_embd=c.n_embd, dropout=dropout,
-            encoding={257: "bytes", 50257: "gpt2"}.get(c.vocab_size, encoding)))
-        weights = model.state_dict()  # its tensors share their memory with the model
-        for key, weight in hf_model.state_dict().items():
-            weight = weight.t() if key.endswith(TRANSPOSED) else weight
-            weights[key][:len(weight)].copy_(weight)  # our embedding has additional rows
-        check_same_logits(model, hf_model)
     except Exception as e:  # reading files and downloading may raise any exception
         raise UserError(f"init_from={name} is neither a .pt file nor a run's folder, and it cannot "
                         f"be loaded as a Hugging Face GPT-2 ({summary_of(e)}): check the name."
                         ) from None
+    c = hf_model.config
+    # A vocabulary of 257 ids consists of the 256 bytes and <|endoftext|>
+    model = GPT(GPTConfig(
+        block_size=c.n_positions, vocab_size=c.vocab_size, n_layer=c.n_layer, n_head=c.n_head,
+        n_embd=c.n_embd, dropout=dropout,
+        encoding={257: "bytes", 50257: "gpt2"}.get(c.vocab_size, encoding)))
+    weights = {}
+    for key, weight in hf_model.state_dict().items():
+        if key in TIED:  # add our padding rows
+            weight = F.pad(weight, (0, 0, 0, len(model.lm_head.weight) - c.vocab_size))
+        weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
+    load_weights(model, weights, name)
+    check_same_logits(model, hf_model, f"init_from={name}")
     return model
 
 def export(log_dir):
@@ -918,7 +913,7 @@ def export(log_dir):
 def save_hugging_face(model, folder):
     """Write a model, which must be on the CPU, and its tokenizer in Hugging Face's format.
 
-    Raise ValueError or RuntimeError if transformers would return different logits.
+    Raise UserError or RuntimeError if transformers would return different logits.
     """
     import transformers
     transformers.logging.disable_progress_bar()
@@ -930,11 +925,11 @@ def save_hugging_face(model, folder):
     hf_model.generation_config.max_length = c.block_size  # otherwise a pipeline exceeds the context
     weights = {}
     for key, weight in model.state_dict().items():
-        if key in ("transformer.wte.weight", "lm_head.weight"):
+        if key in TIED:  # remove our padding rows
             weight = weight[:c.vocab_size]
         weights[key] = weight.t() if key.endswith(TRANSPOSED) else weight
     hf_model.load_state_dict(weights)
-    check_same_logits(model, hf_model)
+    check_same_logits(model, hf_model, "this run")
     hf_model.save_pretrained(folder, max_shard_size="50GB")  # in one file
     try:
         save_tokenizer(get_encoding(c.encoding), folder, c.block_size)
@@ -942,15 +937,20 @@ def save_hugging_face(model, folder):
         print0(f"The export has no tokenizer: {summary_of(e)}.")
 
 @torch.no_grad()
-def check_same_logits(model, hf_model):
-    """Raise ValueError if two models on the CPU, ours and a Hugging Face one, do not agree."""
+def check_same_logits(model, hf_model, source):
+    """Raise UserError if two models on the CPU, ours and a Hugging Face one, do not agree.
+
+    source: where their weights come from, for the error message.
+    """
     c = model.config
     idx = torch.randint(c.vocab_size, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    idx[0, c.block_size // 2] = c.vocab_size - 1  # <|endoftext|>: an edit may attend only after it
+    # Include <|endoftext|>, to detect a model that was edited to block attention across documents
+    idx[0, c.block_size // 2] = c.vocab_size - 1
     theirs = hf_model.float().eval()(idx).logits
     differences = (model(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
     if not differences.max() < 1e-3:  # also true for NaN
-        raise ValueError(f"transformers' logits differ by {differences.max():.1%}")
+        raise UserError(f"With the weights of {source}, transformers' logits differ by "
+                        f"{differences.max():.1%}: the GPT in train_gpt2.py is not this GPT-2.")
 
 # ---- The machine. For device, dtype and compile, "auto" selects a fast option
 def set_up_device(name):
@@ -959,7 +959,7 @@ def set_up_device(name):
     Raise UserError if it cannot be used.
     """
     # If torch sees no GPU, the driver is usually too old for the CUDA version that torch was built
-    # for (the suffix of torch.__version__, such as +cu130). The last one for CUDA 12.6 is 2.14
+    # for (the suffix of torch.__version__, such as +cu130). The last torch for CUDA 12.6 is 2.14
     no_gpu_message = (f"torch {torch.__version__} sees no GPU. Install a newer driver, or a torch "
                       "build that supports old GPUs and drivers: pip install 'torch<2.15' "
                       "--index-url https://download.pytorch.org/whl/cu126")
@@ -1040,7 +1040,7 @@ def configure(flags):
     if os.path.isfile(os.path.expanduser(data)):
         from_scratch = flags.get("init_from", Config.init_from) == "scratch"
         preset = "SMALL" if from_scratch else "FINETUNE"
-    cfg = Config(**PRESETS[preset] | flags | {"data": data})
+    cfg = Config(**(PRESETS[preset] | flags | {"data": data}))
     if "max_steps" in flags:
         cfg = replace(cfg, epochs=0.0)  # `epochs` in FINETUNE must not override --max_steps
     # A shell does not expand ~ after =
@@ -1055,12 +1055,12 @@ def check_values(cfg):
     """Raise UserError if a setting has an invalid value."""
     at_least_1 = ("total_batch_size", "B", "T", "n_layer", "n_head", "n_embd", "val_tokens")
     limits = dict.fromkeys(at_least_1, (1, math.inf)) | {"dropout": (0, 1), "seed": (0, 2**32)}
-    for constant in fields(cfg):
-        name, value, choices = constant.name, getattr(cfg, constant.name), get_args(constant.type)
+    for setting in fields(cfg):
+        name, value, choices = setting.name, getattr(cfg, setting.name), get_args(setting.type)
         if choices and value not in choices:
             raise UserError(f"{name}={value}: choose one of {', '.join(map(str, choices))}.")
         lowest, limit = limits.get(name, (0, math.inf))
-        if constant.type in (int, float) and not lowest <= value < limit:
+        if setting.type in (int, float) and not lowest <= value < limit:
             raise UserError(f"{name}={value}: it must be at least {lowest} and below {limit}.")
     if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
         raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
@@ -1072,9 +1072,9 @@ def check_values(cfg):
 def build_model(cfg, flags, checkpoint=None):
     """Return the GPT of a run, and the Config, updated to match pretrained weights.
 
-    checkpoint: that of the run that is resumed, if any. restore() will load its weights, so here
-    init_from is not read again. Raise UserError if init_from cannot be read, or if a flag
-    contradicts its weights.
+    checkpoint: the one from which the run is resumed, or None. If it is given, init_from is not
+    read again, and the model is left with random weights until restore() loads the checkpoint's.
+    Raise UserError if init_from cannot be read, or if a flag contradicts its weights.
     """
     if cfg.init_from == "scratch":
         config = GPTConfig(
@@ -1085,33 +1085,34 @@ def build_model(cfg, flags, checkpoint=None):
         model = GPT(replace(GPTConfig(**checkpoint["gpt_config"]), dropout=cfg.dropout))
     else:
         model = GPT.from_pretrained(cfg.init_from, cfg.dropout, cfg.encoding)
-    return model, with_constants_of(model, cfg, flags)
+    return model, with_shape_of(model, cfg, flags)
 
-def with_constants_of(model, cfg, flags):
+def with_shape_of(model, cfg, flags):
     """Return the Config, updated to match a model that was loaded from cfg.init_from.
 
     Raise UserError if a flag contradicts it, or if the encoding has a different number of ids.
     """
     c = model.config
-    constants = dict(encoding=c.encoding, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
-                     T=min(cfg.T, c.block_size))
-    for name, value in constants.items():
+    shape = dict(encoding=c.encoding, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
+                 T=min(cfg.T, c.block_size))
+    for name, value in shape.items():
         if name in flags and flags[name] != value:
             raise UserError(f"--{name}={flags[name]} contradicts the weights in init_from="
                             f"{cfg.init_from}, which allow {name}={value}: leave out --{name}.")
     if get_encoding(c.encoding).n_vocab != c.vocab_size:
         raise UserError(f"The weights in init_from={cfg.init_from} have {c.vocab_size} token ids, "
                         f"but encoding={c.encoding} has a different number: set --encoding.")
-    return replace(cfg, **constants)
+    return replace(cfg, **shape)
 
-def fit_batch(cfg, rows_per_epoch):
-    """Return the Config with B lowered until it divides the batch, and max_steps from epochs.
+def with_batch_and_steps(cfg, rows_per_epoch):
+    """Return the Config with B lowered to divide the batch, and max_steps computed from epochs.
 
     Raise UserError if total_batch_size cannot be divided among the processes.
     """
     smallest_batch = cfg.T * WORLD_SIZE
     if cfg.total_batch_size % smallest_batch:
-        near = max(1, round(cfg.total_batch_size / smallest_batch)) * smallest_batch
+        # Suggest a multiple of 8 rows per process, so that B need not be lowered to 1
+        near = max(1, round(cfg.total_batch_size / (8 * smallest_batch))) * 8 * smallest_batch
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
                         f"processes = {smallest_batch}: try --total_batch_size={near}.")
     rows = cfg.total_batch_size // cfg.T
@@ -1130,16 +1131,19 @@ def prepare_log_dir(run, resumed):
            f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.step} on")
     if RANK != 0:
         return
-    folder, code, constants = Path(cfg.log_dir), Path(__file__).read_bytes(), asdict(cfg)
-    write_whole(folder / "config.json",
-                lambda file: file.write(json.dumps(constants, indent=1).encode()))
+    folder, code = Path(cfg.log_dir), Path(__file__).read_bytes()
     copy = folder / "train_gpt2.py"
     if resumed and copy.exists() and copy.read_bytes() != code:
+        if run.step == cfg.max_steps:
+            raise UserError(f"The run in {folder}/ is complete, and train_gpt2.py was edited since "
+                            "then: choose a different --log_dir.")
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
-        earlier = folder / f"train_gpt2_before_{run.step:05d}.py"
-        if not earlier.exists():  # if it does, the code in `copy` has not saved a step
-            copy.rename(earlier)
+        before = folder / f"train_gpt2_before_{run.step:05d}.py"
+        if not before.exists():  # else `copy` is an edit that saved no step: overwrite it
+            copy.rename(before)
     write_whole(copy, lambda file: file.write(code))
+    write_whole(folder / "config.json",
+                lambda file: file.write(json.dumps(asdict(cfg), indent=1).encode()))
     run.log = open(folder / "log.txt", "ab" if resumed else "wb", buffering=0)
 
 def stop_on_signals(run):
@@ -1161,24 +1165,20 @@ def set_up(cfg, flags, device):
     """Return the Run for train(). If log_dir holds a checkpoint, the run continues from it."""
     found = find_checkpoints(cfg.log_dir)  # {step: path}
     checkpoint = read_checkpoint(found[max(found)]) if found else None
-    model, cfg = build_model(cfg, flags, checkpoint)  # restore() loads weights below
+    model, cfg = build_model(cfg, flags, checkpoint)
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
-    cfg = fit_batch(cfg, train_loader.rows_per_epoch)
+    cfg = with_batch_and_steps(cfg, train_loader.rows_per_epoch)
     dtype, compiled = pick_dtype(cfg.dtype, device), pick_compile(cfg.compile, device)
     choose_attention_kernels(cfg, device, dtype)
     model.to(device)
     muon_dtype = dtype if dtype == torch.bfloat16 else torch.float32  # float16 would overflow
-    optimizers = configure_optimizers(model, cfg, muon_dtype)
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["initial_lr"] = group["lr"]  # the group's peak, for train_step()
     run = Run(
-        cfg=cfg, device=device, model=model, ddp_model=model, optimizers=optimizers,
+        cfg=cfg, device=device, model=model, ddp_model=model,
+        optimizers=configure_optimizers(model, cfg, muon_dtype),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-        train_loader=train_loader, val_loader=val_loader,
-        tokens_per_byte=tokens_per_byte(val_loader, encoding))
+        train_loader=train_loader, val_loader=val_loader)
     if checkpoint:
         restore(run, checkpoint)
     if compiled:
@@ -1201,9 +1201,9 @@ def print_samples(cfg, flags, device):
         cfg = replace(cfg, init_from=cfg.log_dir)
         if not find_checkpoints(cfg.log_dir):
             raise UserError(f"log_dir={cfg.log_dir} has no weights: train, or set --init_from.")
-    source = best_checkpoint(cfg.init_from) or cfg.init_from  # the checkpoint, if from a run
+    source = best_checkpoint(cfg.init_from)
     model = GPT.from_pretrained(source, encoding=cfg.encoding).to(device)
-    cfg = with_constants_of(model, cfg, flags)
+    cfg = with_shape_of(model, cfg, flags)
     print0(f"Samples from {source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, get_encoding(cfg.encoding), cfg, seed=cfg.seed + i) + "\n---")
@@ -1213,7 +1213,7 @@ def run_command():
     flags = parse_flags(Config, __doc__, PRESETS)
     cfg = configure(flags)
     device = set_up_device(cfg.device)
-    if "RANK" in os.environ:
+    if WORLD_SIZE > 1:
         join_processes(device)
     if cfg.sample:
         print_samples(cfg, flags, device)

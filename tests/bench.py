@@ -163,7 +163,7 @@ def time_steps(fused=True, logits=False, flash=True, tf32=True, padded=True, **c
     full float32. padded=False: the vocabulary has 50,257 rows.
     """
     device = t.set_up_device("auto")
-    cfg = t.fit_batch(t.Config(**constants), rows_per_epoch=10**6)
+    cfg = t.with_batch_and_steps(t.Config(**constants), rows_per_epoch=10**6)
     if not tf32:
         torch.set_float32_matmul_precision("highest")
     if not flash:
@@ -176,9 +176,8 @@ def time_steps(fused=True, logits=False, flash=True, tf32=True, padded=True, **c
         model.lm_head.weight = model.transformer.wte.weight = rows
     model.to(device)
     optimizers = t.configure_optimizers(model, cfg, torch.bfloat16)
-    for group in itertools.chain.from_iterable(o.param_groups for o in optimizers):
-        group["initial_lr"] = group["lr"]
-        if not fused:
+    if not fused:
+        for group in itertools.chain.from_iterable(o.param_groups for o in optimizers):
             group |= dict(fused=False, foreach=True)
     if logits:  # drop return_logits=False from each call
         model.register_forward_pre_hook(lambda _, args, words: (args, {}), with_kwargs=True)
@@ -189,7 +188,7 @@ def time_steps(fused=True, logits=False, flash=True, tf32=True, padded=True, **c
         cfg=cfg, device=device, model=model, ddp_model=model, optimizers=optimizers,
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         autocast=t.partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-        train_loader=t.DataLoaderLite([tokens], cfg.T), val_loader=None, tokens_per_byte=1.0)
+        train_loader=t.DataLoaderLite([tokens], cfg.T), val_loader=None)
     seconds = []
     for _ in range(25 if CUDA else 5):
         start = time.perf_counter()

@@ -64,7 +64,7 @@ def pytest_configure(config):
         TINY.update(device="cuda", compile="False")
         if not torch.cuda.is_available():
             raise pytest.UsageError(f"--device=cuda: torch {torch.__version__} sees no GPU.")
-    FORKS.set_forkserver_preload(["conftest", "filelock", "torch._dynamo",
+    FORKS.set_forkserver_preload(["conftest", "filelock", "pandas", "torch._dynamo",
                                   "transformers.models.gpt2.modeling_gpt2"])
     start_forkserver()  # it imports these packages while pytest collects the tests
 
@@ -145,14 +145,12 @@ def stub_run(model, cfg, rows, optimizers=None, float16=False):
     float16: whether to scale the losses. (The model still computes in float32.)
     """
     optimizers = optimizers or t.configure_optimizers(model, cfg)
-    for group in itertools.chain(*(optimizer.param_groups for optimizer in optimizers)):
-        group["initial_lr"] = group["lr"]
     loader = mock.Mock()
     loader.batch.return_value = rows[:, :-1], rows[:, 1:]
     return t.Run(
         cfg=cfg, device=torch.device("cpu"), model=model, ddp_model=model, optimizers=optimizers,
         scaler=torch.amp.GradScaler("cpu", enabled=float16), autocast=contextlib.nullcontext,
-        train_loader=loader, val_loader=loader, tokens_per_byte=1.0)
+        train_loader=loader, val_loader=loader)
 
 # ---- Comparing results
 def one_line(stderr, *parts):

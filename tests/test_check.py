@@ -6,7 +6,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,22 +35,28 @@ def copied(folder, *replacements):
 
 class ForkedPopen:
     """A run that check.py starts, forked to save time. It has the methods of subprocess.Popen."""
+    lock = threading.Lock()  # multiprocessing polls all processes when it starts one
+
     def __init__(self, command, env, **options):
         self.stderr = tempfile.mkstemp()[1]
         self.process = FORKS.Process(target=run_child, args=(command[-1], env, self.stderr))
-        start_forkserver()
-        self.process.start()
+        with self.lock:
+            start_forkserver()
+            self.process.start()
+        self.pid = self.process.pid
 
     def communicate(self, timeout):
-        self.process.join(timeout)
-        self.returncode = self.process.exitcode
+        until(lambda: self.poll() is not None, timeout)
+        self.returncode = self.poll()
         return None, Path(self.stderr).read_text()
 
     def poll(self):
-        return self.process.exitcode
+        with self.lock:
+            return self.process.exitcode
 
 def run_child(job, env, stderr):
     """Do in the forked process what `python check.py --child <job>` does."""
+    os.setsid()
     os.environ.update(env)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(stderr, os.O_WRONLY), 2)
@@ -64,23 +70,26 @@ def run_check(tmp_path, monkeypatch, capsys):
     """Return a function that checks the scripts in tmp_path, which copied() has written.
 
     It returns the exit status, {name of a check: its line} and the lines of the facts.
+    torchrun: whether torchrun may start the run with two processes. Otherwise, that run fails.
     """
-    def start(command, **options):  # a run with two processes is started by torchrun, as usual
-        forked = "torch.distributed.run" not in command
-        return (ForkedPopen if forked else subprocess.Popen)(command, **options)
+    def start(command, **options):
+        if "torch.distributed.run" not in command:
+            return ForkedPopen(command, **options)
+        return subprocess.Popen(command if use_torchrun else ["false"], **options)
 
-    def run_check():
+    def run_check(torchrun=False):
+        nonlocal use_torchrun
+        use_torchrun = torchrun
         with pytest.raises(SystemExit) as exited:
             sys.exit(check.main())
         checks, _, facts = capsys.readouterr().out.partition("\n\n")[2].partition("\n\n")
         return exited.value.code, {line.split()[0]: line for line in checks.splitlines()}, facts
+    use_torchrun = False
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(tempfile, "tempdir", None)
     monkeypatch.setattr(sys, "argv", ["check.py", *FLAGS])
     monkeypatch.setattr(check, "ROOT", tmp_path)
     monkeypatch.setattr(check, "subprocess", SimpleNamespace(**vars(subprocess) | {"Popen": start}))
-    # Processes of multiprocessing must be started and joined by the same thread
-    monkeypatch.setattr(check, "ThreadPoolExecutor", lambda max_workers: ThreadPoolExecutor(1))
     before = signal.getsignal(signal.SIGTERM)
     yield run_check
     signal.signal(signal.SIGTERM, before)
@@ -90,7 +99,7 @@ def test_the_unedited_script_keeps_its_promises(tmp_path, run_check):
     for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a",
                                                  "commit", "-qm", "a"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True, env=ENV)
-    status, lines, facts = run_check()
+    status, lines, facts = run_check(torchrun=True)
     assert status == 0 and lines.keys() == check.CHECKS.keys()
     assert all(line.endswith(": holds") for line in lines.values())
     [parameters] = [line for line in facts.splitlines() if line.startswith("parameters")]
@@ -115,6 +124,7 @@ def test_an_edit_that_breaks_promises_is_reported(tmp_path, run_check):
     for name in ("same", "resume", "loss", "trains"):
         assert "BROKEN" in lines[name], lines[name]
     assert "ln_1.weight is in 0 optimizer groups" in lines["trains"]
+    assert "not checked (no message)" in lines["processes"]
     assert "not checked (train_gpt2.py, line" in lines["samples"]
     assert "if temperature == 0 and 1 / 0: (ZeroDivisionError" in lines["samples"]
     assert lines["saved"].endswith(": holds")
@@ -125,14 +135,20 @@ def test_a_script_that_does_not_train_is_reported(tmp_path, run_check):
     message = run_check()[0]
     assert "does not train: train_gpt2.py, line" in message and "x = x.foo()" in message
 
-def test_sigterm_ends_all_runs(tmp_path):
-    (tmp_path / "temporary").mkdir()
-    process = subprocess.Popen(copied(tmp_path), env=ENV | {"TMPDIR": str(tmp_path / "temporary")},
-                               stdout=subprocess.DEVNULL)
-    until(lambda: list((tmp_path / "temporary").glob("*/base/log.txt")))
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(60) == 143
-    assert not list((tmp_path / "temporary").glob("tmp*"))
+def test_sigterm_ends_all_runs(tmp_path, run_check, monkeypatch):
+    """It kills the run that is being made, and leaves no files behind."""
+    runs = []
+
+    def stop_when_it_trains(run, timeout):
+        runs.append(run)
+        until(lambda: list(tmp_path.glob("*/base/log.txt")))
+        signal.raise_signal(signal.SIGTERM)
+    monkeypatch.setattr(ForkedPopen, "communicate", stop_when_it_trains)
+    copied(tmp_path)
+    assert run_check()[0] == 143
+    [run] = runs
+    until(lambda: run.poll() is not None)
+    assert run.poll() == -signal.SIGKILL and not list(tmp_path.glob("*/base"))
 
 def spoilt(method):
     """Return a small model whose forward() is replaced by method(model, forward, idx, targets)."""

@@ -171,9 +171,3 @@ def test_a_text_keeps_every_byte_and_its_last_tenth_is_for_validation(tmp_path, 
     path.write_bytes(b"caf\xe9")
     with pytest.raises(t.UserError, match="a.txt is not UTF-8"):
         t.open_data(cfg, encoding)
-
-def test_the_end_of_a_text_does_not_count_as_a_byte():
-    """Bits per byte are per byte of the validation text. <|endoftext|> has no bytes."""
-    tokens = np.array([*b"ab", 256, *b"cd", 256, *b"efgh"], dtype=np.uint16)
-    loader = t.DataLoaderLite([tokens], T=3)  # 9 tokens, and the last one is only a target
-    assert t.tokens_per_byte(loader, t.get_encoding("bytes")) == pytest.approx(9 / 7)

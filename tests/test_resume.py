@@ -292,7 +292,7 @@ def test_a_changed_constant_or_text_is_refused_with_both_values(reference):
     """Constants that affect training cannot change when a run continues, but max_steps may grow."""
     saved = last_checkpoint(reference)
     cfg = t.Config(**saved["config"])
-    run = mock.Mock(cfg=cfg, train_loader=mock.Mock(shards=[range(saved["train_tokens"])]))
+    run = mock.Mock(cfg=cfg, train_loader=mock.Mock(shards=[range(saved["corpus_tokens"])]))
     for name, value in saved["config"].items():
         new = f"{value}x" if isinstance(value, str) else value + 1  # True + 1 is not True
         new = value - 1 if name == "max_steps" else new
@@ -309,7 +309,7 @@ def test_a_changed_constant_or_text_is_refused_with_both_values(reference):
         "grad_clip", "seed", "shuffle", "encoding", "init_from"}
     run.cfg = cfg
     run.train_loader.shards = [range(7), range(3)]
-    with pytest.raises(t.UserError, match=f"tokens was {saved['train_tokens']}, is 10. "):
+    with pytest.raises(t.UserError, match=f"tokens was {saved['corpus_tokens']}, is 10. "):
         t.check_same_training(run, saved)
 
 def test_a_refused_start_changes_nothing(halfway):
@@ -346,7 +346,8 @@ def edit_script(t, folder):
 def test_a_run_keeps_its_code_and_its_constants(halfway, tmp_path):
     """If the script is edited before the run continues, a line says so, and both copies are kept.
 
-    config.json has all constants. A larger max_steps is allowed.
+    config.json has all constants. A larger max_steps is allowed. A complete run is not evaluated
+    with other code.
     """
     folder, code = halfway("edited"), (ROOT / "train_gpt2.py").read_bytes()
     assert (folder / "train_gpt2.py").read_bytes() == code
@@ -360,6 +361,11 @@ def test_a_run_keeps_its_code_and_its_constants(halfway, tmp_path):
     constants = json.loads((folder / "config.json").read_text())
     assert t.Config(**constants) == t.Config(**last_checkpoint(folder)["config"])
     assert (constants["max_steps"], constants["dropout"]) == (40, 0.1)
+    log = (folder / "log.txt").read_bytes()
+    run = start(folder, max_steps=40)
+    assert run.wait() == 1
+    one_line(run.err, "edited/ is complete", "--log_dir")
+    assert (folder / "log.txt").read_bytes() == log
     assert (39, "train") in read_log(folder)
 
 def test_the_log_of_a_run_that_was_never_saved_is_replaced(place):
