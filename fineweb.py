@@ -11,10 +11,10 @@ shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as those of a run that was
 never stopped.
 
-The first half of this file holds the helpers that all three scripts share.
-hellaswag.py cannot import them from train_gpt2.py, because that script runs as
-__main__: Python would load it a second time, and its main() would not catch the
-UserError of the second copy.
+The first half of this file holds the helpers that all three scripts share. If
+hellaswag.py imported them from train_gpt2.py, which is running as __main__,
+Python would load that file again, as a second module with its own UserError
+class, which the running main() would not catch.
 """
 import argparse
 import dataclasses
@@ -192,7 +192,7 @@ def parse_flags(cls, doc, presets=None):
                   for preset, constants in (presets or {}).items() if field.name in constants]
         text = f"{comments.get(field.name, '')} [{', '.join([repr(field.default), *values])}]"
         choices = (True, False) if field.type is bool else get_args(field.type) or None
-        # If there are choices, "true" and "false", in any case, become bool
+        # If there are choices, "true" and "false", in upper or lower case, become bool
         parser.add_argument(
             f"--{field.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"),
             choices=choices, metavar="|".join(map(str, choices or ["X"])),
@@ -243,7 +243,7 @@ def open_stream(url):
     because the "json" format of `datasets` does not accept lines with different keys.
     """
     import datasets
-    datasets.config.TORCH_AVAILABLE = False  # else it imports torch, for 2 s and 150 MB
+    datasets.config.TORCH_AVAILABLE = False  # or it would import torch: 2 s, 150 MB
     datasets.config.STREAMING_READ_MAX_RETRIES = 5  # with the default, 20, it may wait 20 minutes
     file_format, options = "text", dict(encoding_errors="replace")
     if url.endswith(".parquet"):
@@ -292,9 +292,9 @@ def read_batches(urls, start):
 
 # ------------------------------------------------------------------------------------- shards
 # Tokenize batches in threads and cut their tokens into shards. manifest.json lists the finished
-# shards, the place in the corpus where each of them ends, and the settings that determine their
-# content. For example, {"file": 2, "row": 320, "used": 1200} is the place 1,200 tokens into the
-# batch that begins at row 320 of file 2. A run that is resumed starts at the last place
+# shards, the position in the corpus where each of them ends, and the settings that determine their
+# content. For example, {"file": 2, "row": 320, "used": 1200} is the position 1,200 tokens into the
+# batch that begins at row 320 of file 2. A resumed run starts at the last recorded position
 def tokenize(texts, encoding):
     """Return the tokens (n,) of a list of texts, with an <|endoftext|> token before each text.
 
@@ -321,15 +321,16 @@ def tokenize_all(batches, encoding, nprocs):
         yield from jobs
 
 def cut_shards(jobs, shard_size, dtype, start, n_files):
-    """Cut tokens into shards. For each one, yield its tokens (n,) and the place where it ends.
+    """Cut tokens into shards. For each one, yield its tokens (n,) and the position where it ends.
 
     jobs: what tokenize_all() yields, beginning with the batch in which the first shard begins.
-    start: the place where the first shard begins.
+    start: the position where the first shard begins.
     n_files: the number of files. The end of the corpus is recorded as row 0 of file n_files.
     The yielded array is overwritten with the next shard.
     """
     shard = np.empty(shard_size, dtype)
-    # filled: how many tokens are in `shard`. used: how many of the batch's tokens are in any shard
+    # filled: how many tokens are in `shard`. used: how many tokens of the current batch are already
+    # in shards
     filled, used = 0, start["used"]
     # disable=None means: show the progress only on a terminal
     for number, row, job in tqdm(jobs, unit=" documents", unit_scale=BATCH, disable=None):
@@ -395,7 +396,7 @@ def add_shards(cfg, files, shards):
     OSError if a shard cannot be written.
     """
     encoding = get_encoding(cfg.encoding)
-    # An entry of the manifest also names the place where its shard ends
+    # An entry of the manifest also has the position where its shard ends
     start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}
     write_manifest(cfg, files, shards)  # the old one may list shards that were deleted
     jobs = tokenize_all(read_batches([url for url, size in files], start), encoding,
@@ -407,7 +408,7 @@ def add_shards(cfg, files, shards):
         # These names are those of build-nanogpt, whatever the corpus is
         name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
         # np.save() writes to a real file from C, and does not notice a full disk. So give it an
-        # object that has nothing but the file's method write()
+        # object whose only attribute is the file's write() method
         write_whole(Path(cfg.local_dir, name),
                     lambda file: np.save(types.SimpleNamespace(write=file.write), tokens))
         shards = [*shards, {"name": name, "tokens": len(tokens), "documents": int(
@@ -467,10 +468,10 @@ def main():
     # RLock avoids this
     tqdm.set_lock(threading.RLock())
     try:
-        # The last paragraph of the docstring is for readers of the code
+        # Leave the docstring's last paragraph out of --help. It is for readers of the code
         cfg = Config(**parse_flags(Config, __doc__.rpartition("\n\n")[0]))
-        # This thread only waits, so that it can handle a signal at once. During a call that waits
-        # for the network, it could not
+        # Work in another thread, so that this one can handle signals at once. It could not do so
+        # during a call that waits for the network
         ThreadPoolExecutor(1).submit(make_shards, cfg).result()
     except UserError as e:
         return f"fineweb.py: {e}"

@@ -43,8 +43,9 @@ GPU_BATCH = 8192  # tokens per forward pass on a GPU; GPT-2's logits for them ta
 class Prepared(NamedTuple):
     """Q questions, tokenized for one model by prepare().
 
-    Each question gives four rows, its context with each of the endings. Row 4 * q + i has ending i
-    of question q. A batch has R rows of similar length, padded to the length N of the longest one.
+    Each question gives four rows, each of which is the context followed by one of the endings. Row
+    4 * q + i has ending i of question q. A batch has R rows of similar length, padded to the length
+    N of the longest one.
     """
     batches: list           # (row numbers, tokens (R, N), mask (R, N)) of each batch
     labels: torch.Tensor    # (Q,) the index of the correct ending
@@ -131,8 +132,8 @@ def tokenize(example, encode=gpt2_encode):
     return encode(example["ctx"]), [encode("a " + ending)[n_removed:]
                                     for ending in example["endings"]]
 
-def pad(rows):
-    """Pad rows with 0. Return (tokens, mask), both (R, N) int64.
+def join_and_pad(rows):
+    """Join contexts and endings, pad with 0, and return (tokens, mask), both (R, N) int64.
 
     In `tokens`, each row is a context and its ending. In `mask`, 1 marks the tokens of the ending.
     rows: pairs (context, ending) of token ids.
@@ -145,11 +146,11 @@ def render_example(example):
     """Tokenize a question with GPT-2's encoding, for use in a notebook.
 
     Return (data, tokens (4, N), mask (4, N), label). data is a dict with the token ids of the
-    context and the endings, and the label. For tokens and mask, see pad().
+    context and the endings, and the label. For tokens and mask, see join_and_pad().
     """
     context, endings = tokenize(example)
     data = {"context": context, "endings": endings, "label": example["label"]}
-    return data, *pad([(context, ending) for ending in endings]), example["label"]
+    return data, *join_and_pad([(context, ending) for ending in endings]), example["label"]
 
 def prepare(examples, model, encode=gpt2_encode):
     """Tokenize questions for a model. Return a Prepared.
@@ -181,7 +182,8 @@ def make_batches(rows, batch_tokens):
 
     rows: pairs (context, ending) of token ids. Rows of similar length share a batch. If they were
     batched in file order, padding would increase the total number of tokens by 25% with CPU_BATCH
-    and by 42% with GPU_BATCH. The longest rows come first: memory runs out at once or never.
+    and by 42% with GPU_BATCH. The longest rows come first, so that
+    memory runs out in the first batch or never.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
     remaining = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)  # row numbers
@@ -190,7 +192,7 @@ def make_batches(rows, batch_tokens):
         longest = sizes[remaining[0]]
         n_rows = max(1, batch_tokens // longest)
         row_numbers, remaining = remaining[:n_rows], remaining[n_rows:]
-        batches.append((row_numbers, *pad([rows[number] for number in row_numbers])))
+        batches.append((row_numbers, *join_and_pad([rows[number] for number in row_numbers])))
     return batches
 
 def prepare_on_all_ranks(model, encode):
@@ -281,7 +283,7 @@ def evaluate(model, examples, progress=False):
     return Score(acc, acc_norm, len(sums), prepared.n_truncated)
 
 # ------------------------------------------------------------------------------ command line
-# Score a model from the Hugging Face hub, or from a folder that training has exported
+# Score a model from the Hugging Face hub, or from a folder to which one was exported
 def load_model(name, device):
     """Return a transformers causal language model in float32, and a function from text to ids.
 
@@ -326,7 +328,7 @@ def main():
         parser.error(f"--limit={args.limit} is not a whole number of at least 1")
     # Like the published scores, these scores are computed in float32, but with TF32 on GPUs that
     # have it. TF32 is faster, and rounds only the inputs of matrix multiplications. bfloat16 would
-    # also round the logits: GPT-2's logits are near -35, where neighbouring bfloat16 numbers differ
+    # also round the logits: GPT-2's logits are near -35, where adjacent bfloat16 numbers differ
     # by 1/4. train_gpt2.py scores in the dtype of training, which is less precise
     torch.set_float32_matmul_precision("high")
     try:

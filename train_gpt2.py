@@ -11,9 +11,9 @@ starts from pretrained weights (init_from), those in FINETUNE. Ctrl-C saves the
 run and stops it. To resume the run, repeat the command.
 
 One idea keeps the script simple: the data of a step is a pure function of
-(seed, step). So a checkpoint need not say what has been read, and apart from
-rounding and dropout masks, the micro-batch size B and the number of GPUs affect
-only speed and memory.
+(seed, step). So a checkpoint need not record what has been read. Also, apart
+from rounding and dropout masks, the micro-batch size B and the number of GPUs
+affect only speed and memory.
 """
 import contextlib
 import ctypes
@@ -82,7 +82,7 @@ class Config:
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
-    init_from: str = "scratch"      # scratch, gpt2 ... gpt2-xl, or a .pt file or folder
+    init_from: str = "scratch"      # scratch, a GPT-2 (gpt2 to gpt2-xl), a .pt file, or a folder
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
     optimizer: Literal["adamw", "muon"] = "adamw"  # muon: matrices in blocks; the rest gets AdamW
     max_lr: float = 6e-4            # peak learning rate
@@ -97,7 +97,7 @@ class Config:
     # Monitoring. For the settings that end in _every, 0 means never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations, each of which also saves the run
-    keep_every: int = 5000          # keep the newest, the best, and checkpoints at multiples of it
+    keep_every: int = 5000          # steps between checkpoints kept in addition to newest and best
     val_tokens: int = 10485760      # tokens per validation; each validation reads the same ones
     hellaswag_every: int = 250      # steps between evaluations on HellaSwag
     sample_every: int = 1000        # steps between samples; one GPU samples while the others wait
@@ -197,7 +197,7 @@ class GPT(nn.Module):
     def __init__(self, config, seed=None):
         super().__init__()
         self.config = config
-        # Pad the token embedding to a multiple of 128 rows (50304 for GPT-2), as GPUs prefer
+        # Pad the token embedding to a multiple of 128 rows (50304 for GPT-2): GPUs are faster
         n_rows = math.ceil(config.vocab_size / 128) * 128
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
@@ -255,8 +255,8 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, number of rows of lm_head)
-        # Mask the padding, so that its probability is 0. Slicing it off here, not below, makes a
-        # compiled step on an H100 5% slower. Masking it after float() needs 6 GiB more
+        # Mask the padding, so that its probability is 0. Slicing it off here instead of in the last
+        # line makes a compiled step 5% slower on an H100. Masking after float() needs 6 GiB more
         no_token = torch.arange(logits.size(-1), device=x.device) >= self.config.vocab_size
         logits = logits.masked_fill(no_token, -math.inf).float()
         loss = None if targets is None else F.cross_entropy(
@@ -535,7 +535,7 @@ class Run:
     autocast: partial             # returns torch.autocast's context manager for the run's dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
-    questions: object = None      # of HellaSwag, tokenized (a Prepared); None if off or unavailable
+    questions: object = None      # HellaSwag, tokenized (hellaswag.Prepared), or None
     step: int = 0                 # number of steps taken
     best_loss: float = math.inf   # the lowest validation loss
     best_step: int | None = None  # the step at which it was found
@@ -557,8 +557,8 @@ def validation_loss(run):
     sums = torch.zeros(2, device=run.device)  # the sum of the losses, and the number of targets
     for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        # The last batch also has B rows, because a compiled model would be compiled again for a
-        # different shape. Ignore its rows beyond n_rows. (In other batches, this slice is empty)
+        # The last batch also has B rows, because the model would be compiled again for a different
+        # shape. Ignore those beyond n_rows (of the next epoch). In other batches, there are none
         y[n_rows - row:] = -100
         with run.autocast():
             _, loss = run.model(x, y, return_logits=False)
@@ -569,7 +569,7 @@ def validation_loss(run):
     return (sums[0] / sums[1]).item()
 
 def train_step(run):
-    """Take one optimizer step. Return the loss, the gradient's norm, and whether to stop.
+    """Take one optimizer step. Return the loss, the gradient's norm, and whether a signal came.
 
     The loss is the mean over the whole batch. The norm is measured before clipping. The CPU waits
     for the GPU only once, at the end. (In float16, it also waits for GradScaler.)
@@ -595,8 +595,8 @@ def train_step(run):
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)
-    # If a float16 gradient overflowed, `norm` is infinite, and clipping by it has corrupted all
-    # gradients. GradScaler.step() checks one optimizer at a time, so decide here for all of them
+    # If a float16 gradient overflows, GradScaler.step() skips the optimizer that it belongs to.
+    # Skip the other one, too, because clipping by an infinite norm has corrupted all gradients
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -682,7 +682,7 @@ def train(run):
 def finish(run, stopped):
     """Save the run, if evaluate() has not. Export the best checkpoint if the run is complete."""
     if run.last_save:
-        run.last_save.result()  # wait. If it failed, it has only printed a line, so save again
+        run.last_save.result()  # wait for it. If it has failed, it only printed a line
     if run.step not in find_checkpoints(run.cfg.log_dir):
         save(run)
     run.writer.shutdown()  # waits until the checkpoint has been written
@@ -720,8 +720,8 @@ def restore(run, checkpoint):
         checkpoint[name] for name in ("step", "best_loss", "best_step"))
 
 # Settings that may differ when a run is resumed. `data` may have been moved, but must have the same
-# number of tokens. `epochs` only determines max_steps, which is compared. dtype and B are allowed,
-# although they affect rounding and, in the case of B, dropout masks
+# number of tokens. `epochs` only determines max_steps, which is checked itself. dtype and B may
+# differ although they affect rounding and, in the case of B, dropout masks
 MAY_CHANGE = {
     "data", "B", "epochs", "print_every", "eval_every", "keep_every", "val_tokens",
     "hellaswag_every", "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k",
@@ -744,7 +744,7 @@ def check_same_training(run, checkpoint):
                         "Undo this change, or choose a different --log_dir.")
 
 def load_weights(model, weights, source):
-    """Load a state_dict. source: where it comes from, for the UserError if it does not fit."""
+    """Load a state_dict. source: where the weights come from, for the error message."""
     try:
         model.load_state_dict(weights)
     except RuntimeError as e:  # its first line is a heading; all other lines name weights
@@ -818,7 +818,7 @@ def write_checkpoint(cfg, checkpoint):
     found, keep = find_checkpoints(cfg.log_dir), {step, checkpoint["best_step"]} - {None}
     if keep <= found.keys():  # all of these are on the disk, so others can be deleted
         for other in found.keys() - keep:
-            if not cfg.keep_every or other % cfg.keep_every:  # not at a multiple
+            if not cfg.keep_every or other % cfg.keep_every:  # its step is not a multiple
                 found[other].unlink()
     with contextlib.suppress(Exception):  # matplotlib is optional, and a plot must not end a run
         plot_curves(cfg.log_dir)
@@ -827,8 +827,8 @@ def write_checkpoint(cfg, checkpoint):
 def print0(text):
     """Print text on rank 0 only."""
     if RANK == 0:
-        # One call writes the whole line, because the saving thread also prints. Ignore a full disk,
-        # a closed terminal, and (RuntimeError) a signal handler that prints during another print
+        # Write the line in a single call, so that it does not mix with one from the saving thread.
+        # Ignore a full disk, a closed terminal, and a signal handler that prints during a print
         with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
 
@@ -944,7 +944,7 @@ def check_same_logits(model, hf_model, source):
     """
     c = model.config
     idx = torch.randint(c.vocab_size, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    # Include <|endoftext|>, to detect a model that was edited to block attention across documents
+    # Include <|endoftext|>, the last id, to detect an edit that blocks attention across documents
     idx[0, c.block_size // 2] = c.vocab_size - 1
     theirs = hf_model.float().eval()(idx).logits
     differences = (model(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
@@ -1025,9 +1025,9 @@ def choose_attention_kernels(cfg, device, dtype):
     # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
-# ---- The start: turn the flags of a command into a Run, and train
+# ---- The start: build a Run from the flags of the command line, and train
 def configure(flags):
-    """Return the Config of a command. flags: {name: value} of the flags that were given.
+    """Return the Config for the flags of a command line, {name: value}.
 
     Flags override the preset, which overrides Config. Raise UserError for an impossible value.
     """
@@ -1073,7 +1073,7 @@ def build_model(cfg, flags, checkpoint=None):
     """Return the GPT of a run, and the Config, updated to match pretrained weights.
 
     checkpoint: the one from which the run is resumed, or None. If it is given, init_from is not
-    read again, and the model is left with random weights until restore() loads the checkpoint's.
+    read again, and the model is left with random weights until restore() loads its weights.
     Raise UserError if init_from cannot be read, or if a flag contradicts its weights.
     """
     if cfg.init_from == "scratch":
@@ -1139,7 +1139,7 @@ def prepare_log_dir(run, resumed):
                             "then: choose a different --log_dir.")
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
         before = folder / f"train_gpt2_before_{run.step:05d}.py"
-        if not before.exists():  # else `copy` is an edit that saved no step: overwrite it
+        if not before.exists():  # else `copy` is an edit that never saved: overwrite it
             copy.rename(before)
     write_whole(copy, lambda file: file.write(code))
     write_whole(folder / "config.json",
@@ -1185,7 +1185,7 @@ def set_up(cfg, flags, device):
         model.compile()
     if WORLD_SIZE > 1:
         # torch.compile splits a model where DDP's buckets end. With the default of 25 MB, there
-        # would be 14 graphs. Gradients are views of the buckets, so that they are not copied
+        # would be 14 graphs. gradient_as_bucket_view avoids copying the gradients
         run.ddp_model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     if cfg.hellaswag_every:
         import hellaswag
