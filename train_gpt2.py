@@ -56,9 +56,9 @@ from fineweb import (  # noqa: E402
     token_dtype, write_whole)
 
 # torchrun starts one process per GPU and gives each a number, its rank. Only rank 0 prints and
-# writes files
+# writes files. (Slurm may set WORLD_SIZE but not RANK, in which case there is only one process)
 RANK = int(os.environ.get("RANK", 0))
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 
 # ---- Constants. --help prints the comment at the end of each line
 @dataclass(frozen=True)
@@ -749,8 +749,8 @@ def load_weights(model, weights, source):
         model.load_state_dict(weights)
     except RuntimeError as e:  # its first line is a heading; all other lines name weights
         raise UserError(f"The weights in {source} do not fit the model in train_gpt2.py "
-                        f"({str(e).splitlines()[-1].strip()}): use the code that they were made "
-                        "with.") from None
+                        f"({str(e).splitlines()[-1].strip()[:160]}): use the code that they were "
+                        "made for.") from None
 
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder."""
@@ -819,7 +819,7 @@ def write_checkpoint(cfg, checkpoint):
     if keep <= found.keys():  # all of these are on the disk, so others can be deleted
         for other in found.keys() - keep:
             if not cfg.keep_every or other % cfg.keep_every:  # its step is not a multiple
-                found[other].unlink()
+                found[other].unlink(missing_ok=True)
     with contextlib.suppress(Exception):  # matplotlib is optional, and a plot must not end a run
         plot_curves(cfg.log_dir)
 
@@ -1111,8 +1111,9 @@ def with_batch_and_steps(cfg, rows_per_epoch):
     """
     smallest_batch = cfg.T * WORLD_SIZE
     if cfg.total_batch_size % smallest_batch:
-        # Suggest a multiple of 8 rows per process, so that B need not be lowered to 1
-        near = max(1, round(cfg.total_batch_size / (8 * smallest_batch))) * 8 * smallest_batch
+        # If possible, suggest a multiple of 8 rows per process, so that B need not be lowered to 1
+        unit = smallest_batch * min(8, max(1, cfg.total_batch_size // smallest_batch))
+        near = unit * max(1, round(cfg.total_batch_size / unit))
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
                         f"processes = {smallest_batch}: try --total_batch_size={near}.")
     rows = cfg.total_batch_size // cfg.T
@@ -1135,8 +1136,8 @@ def prepare_log_dir(run, resumed):
     copy = folder / "train_gpt2.py"
     if resumed and copy.exists() and copy.read_bytes() != code:
         if run.step == cfg.max_steps:
-            raise UserError(f"The run in {folder}/ is complete, and train_gpt2.py was edited since "
-                            "then: choose a different --log_dir.")
+            raise UserError(f"The run in {folder}/ has taken all steps, and the script was edited: "
+                            f"choose a different --log_dir. (To go on anyway, delete {copy}.)")
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
         before = folder / f"train_gpt2_before_{run.step:05d}.py"
         if not before.exists():  # else `copy` is an edit that never saved: overwrite it
@@ -1213,7 +1214,7 @@ def run_command():
     flags = parse_flags(Config, __doc__, PRESETS)
     cfg = configure(flags)
     device = set_up_device(cfg.device)
-    if WORLD_SIZE > 1:
+    if "RANK" in os.environ:
         join_processes(device)
     if cfg.sample:
         print_samples(cfg, flags, device)

@@ -364,8 +364,10 @@ def test_a_run_keeps_its_code_and_its_constants(halfway, tmp_path):
     log = (folder / "log.txt").read_bytes()
     run = start(folder, max_steps=40)
     assert run.wait() == 1
-    one_line(run.err, "edited/ is complete", "--log_dir")
+    one_line(run.err, "edited/ has taken all steps", "--log_dir", "delete")
     assert (folder / "log.txt").read_bytes() == log
+    (folder / "train_gpt2.py").unlink()  # as the message says
+    succeed(start(folder, max_steps=40))
     assert (39, "train") in read_log(folder)
 
 def test_the_log_of_a_run_that_was_never_saved_is_replaced(place):
