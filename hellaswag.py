@@ -182,8 +182,8 @@ def make_batches(rows, batch_tokens):
 
     rows: pairs (context, ending) of token ids. Rows of similar length share a batch. If they were
     batched in file order, padding would increase the total number of tokens by 25% with CPU_BATCH
-    and by 42% with GPU_BATCH. The longest rows come first, so that
-    memory runs out in the first batch or never.
+    and by 42% with GPU_BATCH. The longest rows come first, so that memory runs out in the first
+    batch or never.
     """
     sizes = [len(context) + len(ending) for context, ending in rows]
     remaining = sorted(range(len(rows)), key=sizes.__getitem__, reverse=True)  # row numbers
@@ -260,8 +260,8 @@ def evaluate(model, examples, progress=False):
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
     precision with torch.autocast.
-    examples: the questions, as a Prepared. For a model with GPT-2's encoding, dicts like
-    those from iterate_examples() also work.
+    examples: the questions, as a Prepared. For a model with GPT-2's encoding, dicts like those from
+    iterate_examples() also work.
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """

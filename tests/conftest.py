@@ -34,7 +34,7 @@ sys.path.insert(0, str(ROOT))
 import train_gpt2 as t  # noqa: E402
 
 ENV = {**os.environ, "OMP_NUM_THREADS": "1"}  # the environment of all programs that tests start
-# Background jobs of a shell script ignore SIGINT, and those of nohup SIGHUP. Runs would inherit that
+# Background jobs of a shell script ignore SIGINT, and those of nohup SIGHUP. Runs would inherit it
 for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) == signal.SIG_IGN:
         signal.signal(number, signal.SIG_DFL)

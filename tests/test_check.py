@@ -206,8 +206,8 @@ def test_the_first_difference_of_two_logs_is_named():
     assert "only one run has val of step 2" in check.difference(a, a | {(2, "val"): 1.0})
 
 def test_the_error_of_a_run_is_named_with_the_line_of_the_script():
-    text = ('[rank1]: Traceback (most recent call last):\n[rank1]:   File "/x/train_gpt2.py", line 7, '
-            'in f\n[rank1]:     x = y\n[rank1]:   File "/torch/a.py", line 9, in g\n[rank1]:     z'
+    text = ('[rank1]: Traceback (most recent call last):\n[rank1]:   File "/x/train_gpt2.py", line 7'
+            ', in f\n[rank1]:     x = y\n[rank1]:   File "/torch/a.py", line 9, in g\n[rank1]:     z'
             '\n[rank1]: ValueError: bad\n' + "=" * 60 + "\ntrain_gpt2.py FAILED\n" + "=" * 60)
     assert check.line_of_script(text) == "train_gpt2.py, line 7: x = y (ValueError: bad)"
     assert check.line_of_script("Killed\n") == "Killed"

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import urllib.parse
 from pathlib import Path
 from typing import Literal

@@ -162,7 +162,8 @@ def test_b_is_lowered_until_it_divides_the_batch(monkeypatch, processes, tokens,
     `epochs`, if it is set, determines max_steps: the last step may begin the next epoch.
     """
     monkeypatch.setattr(t, "WORLD_SIZE", processes)
-    cfg = t.with_batch_and_steps(t.Config(total_batch_size=tokens, T=T, B=B, epochs=1.5), tokens // T * 3 + 1)
+    cfg = t.Config(total_batch_size=tokens, T=T, B=B, epochs=1.5)
+    cfg = t.with_batch_and_steps(cfg, rows_per_epoch=tokens // T * 3 + 1)
     assert (cfg.B, cfg.max_steps) == (lowered, 5)
 
 def test_hellaswag_is_scored_when_it_is_due(folder):
