@@ -11,10 +11,9 @@ shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as those of a run that was
 never stopped.
 
-The first half of this file holds the helpers that all three scripts share. If
-hellaswag.py imported them from train_gpt2.py, which is running as __main__,
-Python would load that file again, as a second module with its own UserError
-class, which the running main() would not catch.
+The first half of this file holds the helpers that all three scripts share.
+They are not in train_gpt2.py, because it runs as __main__: if another script
+imported it, Python would load it a second time.
 """
 import argparse
 import dataclasses
@@ -47,7 +46,7 @@ class Config:
     If local_dir already holds shards, more can be added only with the same shard_size and encoding.
     The source files that these shards were made from must still have the same names and sizes.
     """
-    source: str = "HuggingFaceFW/fineweb-edu"  # hub dataset, or folder of parquet or jsonl files
+    source: str = "HuggingFaceFW/fineweb-edu"  # a dataset on the Hugging Face Hub, or a folder
     remote_name: str = "sample-10BT"           # the hub dataset's configuration
     local_dir: str = "edu_fineweb10B"          # folder in which the shards are written
     shard_size: int = 100_000_000              # tokens per shard; a token takes 2 or 4 bytes
@@ -68,6 +67,7 @@ def summary_of(error):
     """
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")[:160]
 
+@functools.cache
 def encoding_arguments(name):
     """Return the arguments of tiktoken.Encoding for the encoding called `name`.
 
@@ -85,9 +85,14 @@ def encoding_arguments(name):
                         f"{', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
-@functools.lru_cache  # building GPT-2's encoding takes 0.2 s; hellaswag.py calls this for each text
-def get_encoding(name):
-    """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used."""
+@functools.cache  # hellaswag.py calls this for each text
+def get_encoding(name, thread=0):
+    """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used.
+
+    thread: a number that identifies a thread, which then gets an Encoding of its own. Threads that
+    share one also share the caches of its regular expression, and two of them are about 25% slower
+    (tests/measured/tokenize.txt). A further Encoding for GPT-2 takes 0.04 s and 11 MB.
+    """
     try:
         return tiktoken.Encoding(**encoding_arguments(name))
     except (OSError, ValueError) as e:  # the download failed or was damaged
@@ -155,8 +160,9 @@ def write_whole(path, write):
 def lock_folder(name, folder):
     """Lock a folder so that no other run uses it. Create it if needed. Return the lock.
 
-    name: the name of the setting, for error messages. The caller must keep a reference
-    to the lock. It is released when the object is deleted or when this process ends for any reason.
+    The caller must keep a reference to the lock, which is released when the object is deleted or
+    when this process ends for any reason.
+    name: the name of the setting, for error messages.
     Raise UserError if the folder cannot be used or another process holds the lock.
     """
     import filelock  # torch and datasets depend on it, so it is always installed
@@ -192,7 +198,7 @@ def parse_flags(cls, doc, presets=None):
                   for preset, constants in (presets or {}).items() if field.name in constants]
         text = f"{comments.get(field.name, '')} [{', '.join([repr(field.default), *values])}]"
         choices = (True, False) if field.type is bool else get_args(field.type) or None
-        # If there are choices, "true" and "false", in upper or lower case, become bool
+        # If there are choices, "true" and "false", in upper or lower case, are converted to bool
         parser.add_argument(
             f"--{field.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"),
             choices=choices, metavar="|".join(map(str, choices or ["X"])),
@@ -213,8 +219,8 @@ BATCH = 64  # rows that are read and tokenized together
 def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
 
-    Hidden files and folders are left out. If a local folder also has files that do not end in
-    SUFFIXES, their names are printed.
+    Hidden files and folders are left out. If a local folder also has files with other SUFFIXES,
+    their names are printed.
     Raise UserError if `source` is neither a local folder nor a dataset that can be reached.
     """
     if os.path.isdir(source):
@@ -243,7 +249,7 @@ def open_stream(url):
     because the "json" format of `datasets` does not accept lines with different keys.
     """
     import datasets
-    datasets.config.TORCH_AVAILABLE = False  # or it would import torch: 2 s, 150 MB
+    datasets.config.TORCH_AVAILABLE = False  # else it imports torch, which takes 2 s, 150 MB
     datasets.config.STREAMING_READ_MAX_RETRIES = 5  # with the default, 20, it may wait 20 minutes
     file_format, options = "text", dict(encoding_errors="replace")
     if url.endswith(".parquet"):
@@ -254,8 +260,9 @@ def open_stream(url):
                                  streaming=True, **options)
 
 def text_of(value):
-    """Return the text of a document, or "" if it is empty. value: row["text"] from open_stream().
+    """Return the text of a document, or "" if it is empty.
 
+    value: row["text"] from open_stream().
     Raise ValueError if a line is not a JSON object whose "text" is a string or null.
     """
     if not isinstance(value, str):  # from a parquet file
@@ -275,8 +282,8 @@ def read_batches(urls, start):
     start: where to start, as {"file": number of a file, "row": number of a row in it}.
     Raise UserError if a file cannot be read.
     """
-    row = start["row"]
     for number in range(start["file"], len(urls)):
+        row = start["row"] if number == start["file"] else 0
         try:
             for batch in open_stream(urls[number]).skip(row).iter(batch_size=BATCH):
                 first_row, texts = row, []
@@ -288,25 +295,25 @@ def read_batches(urls, start):
             raise UserError(f"{urls[number]} cannot be read from row {row + 1} on "
                             f"({type(e).__name__}: {' '.join(str(e).split())[:160]}): repair the "
                             f"file or the network, and repeat the command to resume.") from None
-        row = 0
 
 # ------------------------------------------------------------------------------------- shards
 # Tokenize batches in threads and cut their tokens into shards. manifest.json lists the finished
 # shards, the position in the corpus where each of them ends, and the settings that determine their
 # content. For example, {"file": 2, "row": 320, "used": 1200} is the position 1,200 tokens into the
 # batch that begins at row 320 of file 2. A resumed run starts at the last recorded position
-def tokenize(texts, encoding):
+def tokenize(texts, encoding_name):
     """Return the tokens (n,) of a list of texts, with an <|endoftext|> token before each text.
 
     If a text itself contains the characters "<|endoftext|>", they are encoded as ordinary text.
     Blank texts are skipped.
     """
-    parts = [np.append(encoding.eot_token, encode(encoding, text))
+    encoding = get_encoding(encoding_name, threading.get_ident())
+    parts = [np.insert(encode(encoding, text), 0, encoding.eot_token)
              for text in texts if text.strip()]
     # The empty array is for batches in which all texts are blank
     return np.concatenate([np.empty(0, int), *parts]).astype(token_dtype(encoding))
 
-def tokenize_all(batches, encoding, nprocs):
+def tokenize_all(batches, encoding_name, nprocs):
     """Tokenize batches in nprocs threads. tiktoken releases the GIL while it works.
 
     For each batch, yield (file number, first row, Future of its tokens), in the order of the
@@ -315,7 +322,7 @@ def tokenize_all(batches, encoding, nprocs):
     jobs = deque()
     with ThreadPoolExecutor(nprocs) as threads:
         for number, row, texts in batches:
-            jobs.append((number, row, threads.submit(tokenize, texts, encoding)))
+            jobs.append((number, row, threads.submit(tokenize, texts, encoding_name)))
             if len(jobs) == 3 * nprocs:
                 yield jobs.popleft()
         yield from jobs
@@ -347,10 +354,10 @@ def cut_shards(jobs, shard_size, dtype, start, n_files):
     if filled:
         yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
 
-def recipe_of(cfg, files, shards):
-    """Return everything that determines the content of `shards`, as {name: value}.
+def settings_of(cfg, files, shards):
+    """Return the "settings" of the manifest: everything that determines the content of `shards`.
 
-    This is shard_size, the encoding, and the name and size of each file from which they were made.
+    This is {name: value} of shard_size, the encoding, and each file from which they were made.
     files: [(path or URL, size in bytes)] of the whole corpus. shards: entries of the manifest.
     """
     # The shards were made from the files up to the one in which the last shard ends
@@ -363,7 +370,8 @@ def find_finished(cfg, files):
     """Return the manifest's entries for the shards in local_dir that need not be made again.
 
     If a shard was deleted, it and all later shards are made again. If the settings have changed,
-    raise UserError, unless there is only a validation shard, which is then made again.
+    raise UserError. If there is only a validation shard, return [] instead, so that it is made
+    again: perhaps shard_size was too large for the corpus, and was therefore changed.
     """
     folder = Path(cfg.local_dir)
     if not any(folder.glob("*.npy")):  # the first run
@@ -371,7 +379,7 @@ def find_finished(cfg, files):
     try:
         manifest = json.loads((folder / "manifest.json").read_bytes())
         shards = manifest["shards"]
-        before, now = manifest["settings"], recipe_of(cfg, files, shards)
+        before, now = manifest["settings"], settings_of(cfg, files, shards)
         changes = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
                    for name in before | now if before.get(name) != now.get(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
@@ -386,7 +394,7 @@ def find_finished(cfg, files):
 
 def write_manifest(cfg, files, shards):
     """Write manifest.json: the entries of these shards, and the settings they were made with."""
-    content = json.dumps({"settings": recipe_of(cfg, files, shards), "shards": shards}, indent=1)
+    content = json.dumps({"settings": settings_of(cfg, files, shards), "shards": shards}, indent=1)
     write_whole(Path(cfg.local_dir, "manifest.json"), lambda file: file.write(content.encode()))
 
 def add_shards(cfg, files, shards):
@@ -399,13 +407,13 @@ def add_shards(cfg, files, shards):
     # An entry of the manifest also has the position where its shard ends
     start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}
     write_manifest(cfg, files, shards)  # the old one may list shards that were deleted
-    jobs = tokenize_all(read_batches([url for url, size in files], start), encoding,
+    jobs = tokenize_all(read_batches([url for url, size in files], start), cfg.encoding,
                         nprocs=cfg.nprocs or os.cpu_count())
     new_shards = cut_shards(jobs, shard_size=cfg.shard_size, dtype=token_dtype(encoding),
                             start=start, n_files=len(files))
     n_missing = max(0, cfg.max_shards - len(shards)) if cfg.max_shards else None  # None: no limit
     for tokens, end in itertools.islice(new_shards, n_missing):
-        # These names are those of build-nanogpt, whatever the corpus is
+        # Use build-nanogpt's file names, whatever the corpus is
         name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
         # np.save() writes to a real file from C, and does not notice a full disk. So give it an
         # object whose only attribute is the file's write() method

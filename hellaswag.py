@@ -55,7 +55,7 @@ class Prepared(NamedTuple):
 class Score(NamedTuple):
     """The result of evaluate()."""
     acc: float        # fraction of questions whose correct ending has the lowest sum of losses
-    acc_norm: float   # the same with the lowest mean loss per token
+    acc_norm: float   # fraction whose correct ending has the lowest mean loss per token
     total: int        # number of questions
     n_truncated: int  # number of questions whose context was truncated to fit
 
@@ -125,9 +125,9 @@ def tokenize(example, encode=gpt2_encode):
 
     encode: a function from a text to its token ids.
     """
-    # An ending is encoded with a space before it. Some tokenizers also put a start token or another
-    # space in front of every text. To get rid of these, encode "a " + ending, and drop as many ids
-    # as encode("a") returns
+    # An ending is encoded with a space before it. Some tokenizers put a start token or a space of
+    # their own in front of every text, which is not wanted here. So encode "a " + ending, and drop
+    # the ids of the part before the space: as many as encode("a") returns
     n_removed = len(encode("a"))
     return encode(example["ctx"]), [encode("a " + ending)[n_removed:]
                                     for ending in example["endings"]]
@@ -155,9 +155,10 @@ def render_example(example):
 def prepare(examples, model, encode=gpt2_encode):
     """Tokenize questions for a model. Return a Prepared.
 
-    examples: dicts like those from iterate_examples(). encode: a function from a text to the
-    model's token ids. The model's context length is block_size or max_position_embeddings in its
-    config, or 1024 if the config has neither. The model's device determines the size of a batch.
+    examples: dicts like those from iterate_examples().
+    encode: a function from a text to the model's token ids.
+    The model's context length is block_size or max_position_embeddings in its config, or 1024 if
+    the config has neither. The model's device determines the size of a batch.
     """
     config = getattr(model, "config", None)
     # Most models in transformers call the context length max_position_embeddings
@@ -255,7 +256,7 @@ def ending_losses(model, tokens, mask):
     return sums.index_add_(0, row_of_token, token_losses.cpu().double())
 
 def evaluate(model, examples, progress=False):
-    """Return the Score of a model, which is the same on every rank and for any number of ranks.
+    """Return the model's Score. It is the same on every rank and for any number of ranks.
 
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
@@ -283,7 +284,7 @@ def evaluate(model, examples, progress=False):
     return Score(acc, acc_norm, len(sums), prepared.n_truncated)
 
 # ------------------------------------------------------------------------------ command line
-# Score a model from the Hugging Face hub, or from a folder to which one was exported
+# Score a model from the Hugging Face Hub or from an exported folder
 def load_model(name, device):
     """Return a transformers causal language model in float32, and a function from text to ids.
 

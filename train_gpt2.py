@@ -10,10 +10,10 @@ To change a setting, edit the constants in Config, or pass a flag
 starts from pretrained weights (init_from), those in FINETUNE. Ctrl-C saves the
 run and stops it. To resume the run, repeat the command.
 
-One idea keeps the script simple: the data of a step is a pure function of
-(seed, step). So a checkpoint need not record what has been read. Also, apart
-from rounding and dropout masks, the micro-batch size B and the number of GPUs
-affect only speed and memory.
+One idea keeps the script simple: the data of each step is a pure function of
+(seed, step). Therefore, a checkpoint need not record what has been read, and,
+apart from rounding and dropout masks, the micro-batch size B and the number of
+GPUs affect only speed and memory.
 """
 import contextlib
 import ctypes
@@ -38,8 +38,8 @@ from pathlib import Path
 from typing import Literal, get_args
 
 # Limit how long an idle OpenMP thread spins before it yields its core. This must be set before
-# torch is imported. With two other busy processes running, a training step with the preset SMALL
-# takes 166 ms with this limit and 739 to 873 ms without it (tests/measured/step_cpu.txt).
+# torch is imported. While two other processes are busy, a training step of the SMALL preset takes
+# 166 ms with this limit and 739 to 873 ms without it (tests/measured/step_cpu.txt).
 os.environ["GOMP_SPINCOUNT"] = os.environ.get("GOMP_SPINCOUNT", "10000")
 
 import numpy as np  # noqa: E402
@@ -63,7 +63,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 # ---- Constants. --help prints the comment at the end of each line
 @dataclass(frozen=True)
 class Config:
-    """The full GPT-2 (124M) run with GPT-3's hyperparameters (Brown et al. 2020, table 2.1).
+    """The settings. By default, train GPT-2 (124M) as GPT-3 was (Brown et al. 2020, table 2.1).
 
     If edu_fineweb10B contains no shards, and no other `data` is chosen, input.txt is used.
     """
@@ -82,22 +82,22 @@ class Config:
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
-    init_from: str = "scratch"      # scratch, a GPT-2 (gpt2 to gpt2-xl), a .pt file, or a folder
+    init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a .pt file, a run's folder or export
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: matrices in blocks; the rest gets AdamW
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices in the blocks only
     max_lr: float = 6e-4            # peak learning rate
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
-    epochs: float = 0.0             # passes over the data; if above 0, they determine max_steps
+    epochs: float = 0.0             # passes over the data; if above 0, it determines max_steps
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations, each of which also saves the run
-    keep_every: int = 5000          # steps between checkpoints kept in addition to newest and best
+    keep_every: int = 5000          # keep checkpoints at multiples of this, the newest and the best
     val_tokens: int = 10485760      # tokens per validation; each validation reads the same ones
     hellaswag_every: int = 250      # steps between evaluations on HellaSwag
     sample_every: int = 1000        # steps between samples; one GPU samples while the others wait
@@ -125,7 +125,8 @@ FINETUNE = dict(
     total_batch_size=2048, B=4, max_lr=1e-4, min_lr=0.0, lr_shape="linear", warmup_steps=10,
     epochs=4.0, eval_every=20, keep_every=0, val_tokens=131072, hellaswag_every=0, sample_every=50,
     sample_prompt="\n", sample_tokens=100, log_dir="log_finetune")
-PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}  # values that differ from Config
+# configure() selects one of these. Settings that a preset does not name come from Config
+PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
 
 # ---- GPT-2
 @dataclass
@@ -197,7 +198,7 @@ class GPT(nn.Module):
     def __init__(self, config, seed=None):
         super().__init__()
         self.config = config
-        # Pad the token embedding to a multiple of 128 rows (50304 for GPT-2): GPUs are faster
+        # Pad the token embedding to a multiple of 128 rows (50304 for GPT-2): faster on GPUs
         n_rows = math.ceil(config.vocab_size / 128) * 128
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
@@ -241,8 +242,8 @@ class GPT(nn.Module):
         without targets. Targets of -100 are ignored. Validation also uses this loss, so a term that
         applies only in training (for example a z-loss) belongs under `if self.training`.
 
-        return_logits=False returns None in place of the logits, which are computed all the same.
-        Training uses it, because torch.compile allocates a gradient for every tensor that is
+        return_logits=False returns None in place of the logits, which are still computed. Training
+        uses it, because torch.compile allocates a gradient for every tensor that is
         returned. For the logits, this would be 13 GB at B=64.
         """
         positions = torch.arange(idx.size(1), device=idx.device)
@@ -255,8 +256,8 @@ class GPT(nn.Module):
             x = block(x)
         x = self.transformer.ln_f(x)
         logits = self.lm_head(x)  # (B, T, number of rows of lm_head)
-        # Mask the padding, so that its probability is 0. Slicing it off here instead of in the last
-        # line makes a compiled step 5% slower on an H100. Masking after float() needs 6 GiB more
+        # Give the padding a probability of 0. Masking before float() saves 6 GiB. Slicing the
+        # padding off before the loss would make a compiled step 5% slower on an H100
         no_token = torch.arange(logits.size(-1), device=x.device) >= self.config.vocab_size
         logits = logits.masked_fill(no_token, -math.inf).float()
         loss = None if targets is None else F.cross_entropy(
@@ -272,8 +273,8 @@ class GPT(nn.Module):
         """
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            # After model.compile(), self(context) runs compiled code. Run it eagerly here, because
-            # otherwise it would be compiled again for each new length
+            # After model.compile(), self(...) runs compiled code. Here, run the model eagerly: it
+            # would be compiled again for each new length of the context
             with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, vocab_size)
             if top_k:
@@ -294,8 +295,8 @@ class GPT(nn.Module):
         source: gpt2 ... gpt2-xl or another GPT-2 on the hub, a Hugging Face folder, the folder of a
         run (its best checkpoint is used) or a .pt file.
         dropout: replaces the dropout with which the weights were trained.
-        encoding: for Hugging Face weights only. It is ignored if they have 257 token ids (bytes and
-        <|endoftext|>) or 50257 (gpt2).
+        encoding: the encoding of Hugging Face weights. It is used only if their number of token ids
+        does not determine it, as 257 (bytes and <|endoftext|>) and 50257 (gpt2) do.
         Raise UserError if the weights cannot be read or do not fit this class.
         """
         source = best_checkpoint(source)  # `source` itself, unless it is the folder of a run
@@ -345,7 +346,7 @@ class DataLoaderLite:
         row_order = order_of(int(sizes[i]), self.shuffle, self.seed, epoch, shard)
         start = int(row_order[in_shard]) * self.T              # 136, if row_order[5] is 17
         if self.shift:
-            # Multiples of 0.618, modulo 1, are spread evenly, so nearby epochs get distant offsets
+            # The fractions of multiples of 0.618 are spread evenly, and neighbours are far apart
             start = max(0, start - int(0.618 * epoch * self.T) % self.T)
         return shard, start
 
@@ -372,7 +373,7 @@ class DataLoaderLite:
         # x and y overlap, so return copies. validation_loss() changes y in place
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-@lru_cache(maxsize=4)  # four orders are in use: of shards and of rows, to train and to validate
+@lru_cache(maxsize=4)  # the orders of shards and of rows, each for training and for validation
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
 
@@ -387,9 +388,9 @@ def find_shards(folder):
 def open_data(cfg, encoding):
     """Return the loaders for training and validation.
 
-    If a text file contains the characters <|endoftext|>, they become the special token that
-    separates documents. encoding: a tiktoken.Encoding. Raise UserError if the data is unreadable or
-    too short, or if it needs a different encoding.
+    encoding: a tiktoken.Encoding. If a text file contains the characters <|endoftext|>, they become
+    the special token that separates documents.
+    Raise UserError if the data is unreadable or too short, or if it needs a different encoding.
     """
     is_text = Path(cfg.data).is_file()
     if is_text:  # the last tenth is for validation
@@ -435,7 +436,7 @@ def get_lr(step, cfg):
     """Return AdamW's learning rate at a step: linear warmup to max_lr, then decay to min_lr.
 
     train_step() scales the learning rates of all optimizers by the same factor, so Muon's is always
-    muon_lr_ratio times as high.
+    muon_lr_ratio times AdamW's.
     """
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
@@ -454,10 +455,10 @@ def newton_schulz(G):
     # No singular value exceeds the Frobenius norm. So after this line, none exceeds 1
     X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
-        # torch.baddbmm(L, M, N, beta=p, alpha=q) computes p L + q M N in one operation
         A = X @ X.mT                                    # (n, rows, rows)
-        P = torch.baddbmm(A, A, A, beta=b, alpha=c)     # b A + c A^2
-        X = torch.baddbmm(X, P, X, beta=a)              # a X + P X
+        # baddbmm adds multiples of a matrix and of a product of two matrices, in one operation
+        P = torch.baddbmm(A, A, A, beta=b, alpha=c)     # b * A + c * A @ A
+        X = torch.baddbmm(X, P, X, beta=a)              # a * X + P @ X
     return X
 
 class Muon(torch.optim.Optimizer):
@@ -486,7 +487,7 @@ class Muon(torch.optim.Optimizer):
                 average.lerp_(p.grad, 1 - momentum)  # momentum * average + (1 - momentum) * grad
                 # Nesterov momentum looks ahead: (1 - momentum) * grad + momentum * average
                 ahead = p.grad.lerp(average, momentum).to(self.dtype)
-                # c_attn, three times as tall as wide, stacks the matrices of query, key and value
+                # c_attn stacks the matrices of query, key and value. Treat each one separately
                 n = 3 if p.size(0) == 3 * p.size(1) else 1
                 for weight, G in zip(p.chunk(n), ahead.chunk(n)):
                     if G.size(0) > G.size(1):  # wide matrices are cheaper, so transpose tall ones
@@ -506,8 +507,8 @@ def configure_optimizers(model, cfg, muon_dtype=torch.float32):
     Muon updates the matrices in the blocks, and AdamW all other parameters. Frozen parameters
     (requires_grad=False) are left out. muon_dtype: the dtype in which Muon orthogonalizes.
     """
-    for_muon = [p for p in model.transformer.h.parameters()
-                if cfg.optimizer == "muon" and p.dim() == 2 and p.requires_grad]
+    matrices = [p for p in model.transformer.h.parameters() if p.dim() == 2 and p.requires_grad]
+    for_muon = matrices if cfg.optimizer == "muon" else []
     taken = set(for_muon)
     others = [p for p in model.parameters() if p.requires_grad and p not in taken]
     groups = [dict(params=[p for p in others if p.dim() >= 2], weight_decay=cfg.weight_decay),
@@ -525,11 +526,11 @@ def configure_optimizers(model, cfg, muon_dtype=torch.float32):
 # ---- Training
 @dataclass
 class Run:
-    """Everything that train() uses. set_up(), near the end of this file, makes it."""
+    """Everything that train() uses. It is built by set_up(), near the end of this file."""
     cfg: Config
     device: torch.device
-    model: nn.Module              # the GPT. If it is compiled, it is compiled in place
-    ddp_model: nn.Module          # the same, wrapped in DDP if there are several processes
+    model: nn.Module              # the GPT, which model.compile() has possibly compiled in place
+    ddp_model: nn.Module          # for the training step: the same, in DDP if WORLD_SIZE > 1
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     autocast: partial             # returns torch.autocast's context manager for the run's dtype
@@ -558,7 +559,7 @@ def validation_loss(run):
     for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
         # The last batch also has B rows, because the model would be compiled again for a different
-        # shape. Ignore those beyond n_rows (of the next epoch). In other batches, there are none
+        # shape. Its rows from n_rows on do not count. In all other batches, this slice is empty
         y[n_rows - row:] = -100
         with run.autocast():
             _, loss = run.model(x, y, return_logits=False)
@@ -569,19 +570,19 @@ def validation_loss(run):
     return (sums[0] / sums[1]).item()
 
 def train_step(run):
-    """Take one optimizer step. Return the loss, the gradient's norm, and whether a signal came.
+    """Take one optimizer step. Return the loss, the gradient's norm, and whether to stop training.
 
     The loss is the mean over the whole batch. The norm is measured before clipping. The CPU waits
     for the GPU only once, at the end. (In float16, it also waits for GradScaler.)
     """
     cfg, rows = run.cfg, run.cfg.total_batch_size // run.cfg.T
-    # The row numbers at which this process's micro-batches begin. The ranks take B rows in turn
+    # The row numbers at which this rank's micro-batches begin. Ranks take turns, B rows at a time
     starts = range(run.step * rows + RANK * cfg.B, (run.step + 1) * rows, WORLD_SIZE * cfg.B)
     loss_of_step = torch.zeros((), device=run.device)
     run.ddp_model.train()
     for row in starts:
         x, y = run.train_loader.batch(row, cfg.B, run.device)
-        torch.manual_seed(seed_from(cfg.seed, row))  # so that a resumed run has the same dropout
+        torch.manual_seed(seed_from(cfg.seed, row))  # a resumed run repeats the dropout masks
         # DDP averages gradients over the processes. Only the last micro-batch needs that. The
         # forward pass must also be inside no_sync(), because it prepares the averaging
         only_accumulate = WORLD_SIZE > 1 and row != starts[-1]
@@ -600,7 +601,7 @@ def train_step(run):
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
-            peak = group.setdefault("initial_lr", group["lr"])  # noted in the first step
+            peak = group.setdefault("initial_lr", group["lr"])  # set at step 0; checkpoints have it
             group["lr"] = peak * get_lr(run.step, cfg) / cfg.max_lr
         if not overflowed:
             run.scaler.step(optimizer)
@@ -619,9 +620,9 @@ def due(every, run):
     return every > 0 and (run.step % every == 0 or run.step == run.cfg.max_steps)
 
 def evaluate(run):
-    """Do whatever is due: validate and save the run, score it on HellaSwag, print a sample.
+    """Do whatever is due: validate and save, score the model on HellaSwag, and print a sample.
 
-    The run is saved before HellaSwag and the sample, so that nothing is lost if these fail.
+    Save before HellaSwag and the sample, so that nothing is lost if these fail.
     """
     cfg, step = run.cfg, run.step
     if due(cfg.eval_every, run):
@@ -652,8 +653,8 @@ def train(run):
     """Train until max_steps is reached or a signal arrives, and then call finish().
 
     Steps are numbered from 0. Step n is the update from run.step == n to n + 1. In the log, `val`
-    and `train` of step n were both computed before this update. A resumed run repeats the
-    evaluations that are due at the step that was saved.
+    and `train` of step n are both losses of the weights before this update. A resumed run repeats
+    the evaluations that are due at the step that was saved.
     """
     cfg, stopped = run.cfg, False
     while not stopped:
@@ -664,8 +665,9 @@ def train(run):
         loss, norm, stopped = train_step(run)  # this adds 1 to run.step
         seconds = time.perf_counter() - start
         run.seconds.append(seconds)
-        # (In float16, the norm may be infinite: then train_step() has skipped the update)
-        if not math.isfinite(loss) or not (math.isfinite(norm) or run.scaler.is_enabled()):
+        # In float16, the norm may be infinite: then train_step() has skipped the update
+        norm_is_fine = math.isfinite(norm) or run.scaler.is_enabled()
+        if not (math.isfinite(loss) and norm_is_fine):
             raise UserError(f"Step {step} has loss {loss:g} and gradient norm {norm:g}: the model "
                             "has diverged. Most often --max_lr is too high. A new run can begin "
                             "with the weights of an earlier step: set a different --log_dir and "
@@ -681,9 +683,8 @@ def train(run):
 
 def finish(run, stopped):
     """Save the run, if evaluate() has not. Export the best checkpoint if the run is complete."""
-    if run.last_save:
-        run.last_save.result()  # wait for it. If it has failed, it only printed a line
-    if run.step not in find_checkpoints(run.cfg.log_dir):
+    # evaluate() saves the last step of max_steps, unless it never validates or max_steps is 0
+    if stopped or run.cfg.eval_every == 0 or run.step == 0:
         save(run)
     run.writer.shutdown()  # waits until the checkpoint has been written
     if RANK == 0 and run.step not in find_checkpoints(run.cfg.log_dir):
@@ -720,7 +721,7 @@ def restore(run, checkpoint):
         checkpoint[name] for name in ("step", "best_loss", "best_step"))
 
 # Settings that may differ when a run is resumed. `data` may have been moved, but must have the same
-# number of tokens. `epochs` only determines max_steps, which is checked itself. dtype and B may
+# number of tokens. `epochs` only determines max_steps, which is checked separately. dtype and B may
 # differ although they affect rounding and, in the case of B, dropout masks
 MAY_CHANGE = {
     "data", "B", "epochs", "print_every", "eval_every", "keep_every", "val_tokens",
@@ -815,11 +816,10 @@ def write_checkpoint(cfg, checkpoint):
         print0(f"!!! NOT SAVED at step {step}: {summary_of(e.__context__ or e)}")
         return
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
-    found, keep = find_checkpoints(cfg.log_dir), {step, checkpoint["best_step"]} - {None}
-    if keep <= found.keys():  # all of these are on the disk, so others can be deleted
-        for other in found.keys() - keep:
-            if not cfg.keep_every or other % cfg.keep_every:  # its step is not a multiple
-                found[other].unlink(missing_ok=True)
+    for other, file in find_checkpoints(cfg.log_dir).items():
+        is_multiple = cfg.keep_every > 0 and other % cfg.keep_every == 0
+        if other not in (step, checkpoint["best_step"]) and not is_multiple:
+            file.unlink(missing_ok=True)
     with contextlib.suppress(Exception):  # matplotlib is optional, and a plot must not end a run
         plot_curves(cfg.log_dir)
 
@@ -828,7 +828,7 @@ def print0(text):
     """Print text on rank 0 only."""
     if RANK == 0:
         # Write the line in a single call, so that it does not mix with one from the saving thread.
-        # Ignore a full disk, a closed terminal, and a signal handler that prints during a print
+        # Ignore the errors of a full disk, a closed terminal, and two calls of print at a time
         with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
 
@@ -856,7 +856,8 @@ def plot_curves(folder):
     axis.legend(frameon=False)
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
 
-# Use any attention kernel except cuDNN's, which spends up to 0.5 s planning for each new length
+# During each call, use any attention kernel except cuDNN's, which spends up to 0.5 s planning for
+# each new length
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(model, encoding, cfg, seed):
     """Return sample_prompt and the model's continuation, which stops at <|endoftext|>."""
@@ -870,7 +871,7 @@ def sample_text(model, encoding, cfg, seed):
     return encoding.decode_bytes(tokens).decode("utf-8", errors="backslashreplace")
 
 # ---- Hugging Face. A model is imported or exported only if transformers computes the same logits
-TIED = ("transformer.wte.weight", "lm_head.weight")  # the same matrix, with one row per id
+TIED = ("transformer.wte.weight", "lm_head.weight")  # the same matrix; ours has padding rows
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in Hugging Face's GPT-2
 
 def gpt_from_hugging_face(name, dropout, encoding):
@@ -993,7 +994,7 @@ def join_processes(device):
     # If a process dies, torchrun may start all of them again (--max-restarts). A prefix for each
     # restart keeps them from finding the addresses of dead processes in torchrun's store
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store, *_ = next(dist.rendezvous("env://"))
+    store, *_ = next(dist.rendezvous("env://"))  # a key-value store that all processes reach
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(
         backend="nccl" if gpu else "gloo", store=dist.PrefixStore(restart, store), rank=RANK,
@@ -1025,27 +1026,27 @@ def choose_attention_kernels(cfg, device, dtype):
     # cuDNN's kernel, the fastest on H100 and newer, rounds a dropout of 0.1 to 1/16 in some cases
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
-# ---- The start: build a Run from the flags of the command line, and train
+# ---- The start: build a Run from the command-line flags, and train
 def configure(flags):
-    """Return the Config for the flags of a command line, {name: value}.
+    """Return the Config for command-line flags, {name: value}.
 
-    Flags override the preset, which overrides Config. Raise UserError for an impossible value.
+    Flags override the preset, which overrides Config. Raise UserError for an invalid value.
     """
-    data, preset, note = flags.get("data", Config.data), "Config", ""
+    # (A shell does not expand ~ after =)
+    data, preset, note = os.path.expanduser(flags.get("data", Config.data)), "Config", ""
     # If no other `data` was chosen, with the flag or in Config, fall back to input.txt
     if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
         note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
                 "To train GPT-2 (124M), run python fineweb.py, and repeat this command.\n\n")
-    if os.path.isfile(os.path.expanduser(data)):
+    if os.path.isfile(data):
         from_scratch = flags.get("init_from", Config.init_from) == "scratch"
         preset = "SMALL" if from_scratch else "FINETUNE"
     cfg = Config(**(PRESETS[preset] | flags | {"data": data}))
     if "max_steps" in flags:
-        cfg = replace(cfg, epochs=0.0)  # `epochs` in FINETUNE must not override --max_steps
-    # A shell does not expand ~ after =
-    cfg = replace(cfg, **{name: os.path.expanduser(getattr(cfg, name))
-                          for name in ("data", "init_from", "log_dir")})
+        cfg = replace(cfg, epochs=0.0)  # --max_steps overrides `epochs`, as in FINETUNE
+    cfg = replace(cfg, init_from=os.path.expanduser(cfg.init_from),
+                  log_dir=os.path.expanduser(cfg.log_dir))
     check_values(cfg)
     if not cfg.sample:
         print0(f"{note}settings  {preset}; flags: {', '.join(flags) or 'none'}")
@@ -1088,9 +1089,9 @@ def build_model(cfg, flags, checkpoint=None):
     return model, with_shape_of(model, cfg, flags)
 
 def with_shape_of(model, cfg, flags):
-    """Return the Config, updated to match a model that was loaded from cfg.init_from.
+    """Return the Config with the encoding and sizes of a model that was loaded from init_from.
 
-    Raise UserError if a flag contradicts it, or if the encoding has a different number of ids.
+    Raise UserError if a flag contradicts them, or if the encoding has a different number of ids.
     """
     c = model.config
     shape = dict(encoding=c.encoding, n_layer=c.n_layer, n_head=c.n_head, n_embd=c.n_embd,
@@ -1111,8 +1112,7 @@ def with_batch_and_steps(cfg, rows_per_epoch):
     """
     smallest_batch = cfg.T * WORLD_SIZE
     if cfg.total_batch_size % smallest_batch:
-        # If possible, suggest a multiple of 8 rows per process, so that B need not be lowered to 1
-        unit = smallest_batch * min(8, max(1, cfg.total_batch_size // smallest_batch))
+        unit = 8 * smallest_batch  # with 8 rows per process, B need not be lowered to 1
         near = unit * max(1, round(cfg.total_batch_size / unit))
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
                         f"processes = {smallest_batch}: try --total_batch_size={near}.")
@@ -1135,12 +1135,12 @@ def prepare_log_dir(run, resumed):
     folder, code = Path(cfg.log_dir), Path(__file__).read_bytes()
     copy = folder / "train_gpt2.py"
     if resumed and copy.exists() and copy.read_bytes() != code:
-        if run.step == cfg.max_steps:
+        if run.step == cfg.max_steps:  # the new code would not train, but would evaluate and export
             raise UserError(f"The run in {folder}/ has taken all steps, and the script was edited: "
                             f"choose a different --log_dir. (To go on anyway, delete {copy}.)")
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
         before = folder / f"train_gpt2_before_{run.step:05d}.py"
-        if not before.exists():  # else `copy` is an edit that never saved: overwrite it
+        if not before.exists():  # otherwise, it has the code that trained up to this step
             copy.rename(before)
     write_whole(copy, lambda file: file.write(code))
     write_whole(folder / "config.json",
@@ -1148,9 +1148,9 @@ def prepare_log_dir(run, resumed):
     run.log = open(folder / "log.txt", "ab" if resumed else "wb", buffering=0)
 
 def stop_on_signals(run):
-    """Make Ctrl-C, SIGTERM and SIGHUP end training after the current step, which is then saved.
+    """Make Ctrl-C, SIGTERM and SIGHUP finish the current step, save the run, and end training.
 
-    A second signal ends the process at once, except under torchrun, where each Ctrl-C comes twice.
+    A second signal ends the process at once, except under torchrun, which sends each Ctrl-C twice.
     """
     def receive(number, frame):
         run.stop = True
@@ -1185,8 +1185,8 @@ def set_up(cfg, flags, device):
     if compiled:
         model.compile()
     if WORLD_SIZE > 1:
-        # torch.compile splits a model where DDP's buckets end. With the default of 25 MB, there
-        # would be 14 graphs. gradient_as_bucket_view avoids copying the gradients
+        # A compiled model is split into graphs where DDP's buckets end. With the default of 25 MB,
+        # there would be 14. gradient_as_bucket_view avoids copying the gradients
         run.ddp_model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     if cfg.hellaswag_every:
         import hellaswag
@@ -1197,7 +1197,7 @@ def set_up(cfg, flags, device):
     return run
 
 def print_samples(cfg, flags, device):
-    """Print cfg.sample samples from init_from or, if it is not set, from the run in log_dir."""
+    """Print cfg.sample samples from init_from or, if it is "scratch", from the run in log_dir."""
     if cfg.init_from == "scratch":
         cfg = replace(cfg, init_from=cfg.log_dir)
         if not find_checkpoints(cfg.log_dir):
@@ -1214,7 +1214,7 @@ def run_command():
     flags = parse_flags(Config, __doc__, PRESETS)
     cfg = configure(flags)
     device = set_up_device(cfg.device)
-    if "RANK" in os.environ:
+    if "RANK" in os.environ:  # torchrun started this process
         join_processes(device)
     if cfg.sample:
         print_samples(cfg, flags, device)
@@ -1229,7 +1229,7 @@ def main():
     """Do what the command line asks. On a UserError, print its message and exit with status 1."""
     with contextlib.suppress(AttributeError):  # a notebook's stdout has no reconfigure()
         sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process: nothing to save yet
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process, until set_up()
     try:
         run_command()
         if dist.is_initialized():
