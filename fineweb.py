@@ -370,8 +370,8 @@ def find_finished(cfg, files):
     """Return the manifest's entries for the shards in local_dir that need not be made again.
 
     If a shard was deleted, it and all later shards are made again. If the settings have changed,
-    raise UserError. If there is only a validation shard, return [] instead, so that it is made
-    again: perhaps shard_size was too large for the corpus, and was therefore changed.
+    raise UserError, or return [] if there is only a validation shard, which is then made again.
+    (For example, shard_size was too large for the corpus, and has been lowered.)
     """
     folder = Path(cfg.local_dir)
     if not any(folder.glob("*.npy")):  # the first run
@@ -380,15 +380,15 @@ def find_finished(cfg, files):
         manifest = json.loads((folder / "manifest.json").read_bytes())
         shards = manifest["shards"]
         before, now = manifest["settings"], settings_of(cfg, files, shards)
-        changes = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
+        reasons = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
                    for name in before | now if before.get(name) != now.get(name)]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        changes = [f"manifest.json, which says how they were made, cannot be read: {summary_of(e)}"]
-    if not changes:
+        reasons = [f"manifest.json, which says how they were made, cannot be read: {summary_of(e)}"]
+    if not reasons:
         return list(itertools.takewhile(lambda entry: (folder / entry["name"]).exists(), shards))
     if any(folder.glob("*_train_*.npy")):
         raise UserError(f"The shards in {folder}/ were made with different settings or files "
-                        f"({'; '.join(changes[:3])}): undo this change, or choose a different "
+                        f"({'; '.join(reasons[:3])}): undo this change, or choose a different "
                         f"--local_dir.")
     return []
 

@@ -127,7 +127,7 @@ def tokenize(example, encode=gpt2_encode):
     """
     # An ending is encoded with a space before it. Some tokenizers put a start token or a space of
     # their own in front of every text, which is not wanted here. So encode "a " + ending, and drop
-    # the ids of the part before the space: as many as encode("a") returns
+    # the ids of "a" and of what the tokenizer put in front of it: as many as encode("a") has
     n_removed = len(encode("a"))
     return encode(example["ctx"]), [encode("a " + ending)[n_removed:]
                                     for ending in example["endings"]]

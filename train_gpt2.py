@@ -97,7 +97,7 @@ class Config:
     # Monitoring. For the settings that end in _every, 0 means never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations, each of which also saves the run
-    keep_every: int = 5000          # keep checkpoints at multiples of this, the newest and the best
+    keep_every: int = 5000          # also keep the checkpoints at multiples of this
     val_tokens: int = 10485760      # tokens per validation; each validation reads the same ones
     hellaswag_every: int = 250      # steps between evaluations on HellaSwag
     sample_every: int = 1000        # steps between samples; one GPU samples while the others wait
@@ -232,7 +232,7 @@ class GPT(nn.Module):
                     # whose variance should not grow with n_layer (Radford et al. 2019, section 2.3)
                     std /= math.sqrt(2 * self.config.n_layer)
                 generator = torch.Generator().manual_seed(seed_from(seed, name))
-                p.copy_(torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator))
+                p.copy_(torch.empty(p.shape).normal_(std=std, generator=generator))
         self.transformer.wte.weight[self.config.vocab_size:] = 0  # padding rows belong to no token
 
     def forward(self, idx, targets=None, return_logits=True):
@@ -295,8 +295,8 @@ class GPT(nn.Module):
         source: gpt2 ... gpt2-xl or another GPT-2 on the hub, a Hugging Face folder, the folder of a
         run (its best checkpoint is used) or a .pt file.
         dropout: replaces the dropout with which the weights were trained.
-        encoding: the encoding of Hugging Face weights. It is used only if their number of token ids
-        does not determine it, as 257 (bytes and <|endoftext|>) and 50257 (gpt2) do.
+        encoding: the encoding of Hugging Face weights, unless they have 257 token ids (bytes and
+        <|endoftext|>) or 50257 (gpt2).
         Raise UserError if the weights cannot be read or do not fit this class.
         """
         source = best_checkpoint(source)  # `source` itself, unless it is the folder of a run
@@ -346,7 +346,7 @@ class DataLoaderLite:
         row_order = order_of(int(sizes[i]), self.shuffle, self.seed, epoch, shard)
         start = int(row_order[in_shard]) * self.T              # 136, if row_order[5] is 17
         if self.shift:
-            # The fractions of multiples of 0.618 are spread evenly, and neighbours are far apart
+            # The fractional parts of 0.618 * epoch are spread evenly between 0 and 1
             start = max(0, start - int(0.618 * epoch * self.T) % self.T)
         return shard, start
 
@@ -559,7 +559,8 @@ def validation_loss(run):
     for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
         # The last batch also has B rows, because the model would be compiled again for a different
-        # shape. Its rows from n_rows on do not count. In all other batches, this slice is empty
+        # shape. Its rows from n_rows on (perhaps of the next epoch) do not count. In all other
+        # batches, this slice is empty
         y[n_rows - row:] = -100
         with run.autocast():
             _, loss = run.model(x, y, return_logits=False)
@@ -601,7 +602,7 @@ def train_step(run):
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
-            peak = group.setdefault("initial_lr", group["lr"])  # set at step 0; checkpoints have it
+            peak = group.setdefault("initial_lr", group["lr"])  # noted at step 0, then saved
             group["lr"] = peak * get_lr(run.step, cfg) / cfg.max_lr
         if not overflowed:
             run.scaler.step(optimizer)
@@ -683,10 +684,10 @@ def train(run):
 
 def finish(run, stopped):
     """Save the run, if evaluate() has not. Export the best checkpoint if the run is complete."""
-    # evaluate() saves the last step of max_steps, unless it never validates or max_steps is 0
+    # evaluate() has saved the step max_steps, unless it never validates or max_steps is 0
     if stopped or run.cfg.eval_every == 0 or run.step == 0:
         save(run)
-    run.writer.shutdown()  # waits until the checkpoint has been written
+    run.writer.shutdown()  # waits until the checkpoint has been written, or cannot be
     if RANK == 0 and run.step not in find_checkpoints(run.cfg.log_dir):
         raise UserError(f"Step {run.step} is not saved in log_dir={run.cfg.log_dir}: free "
                         "some space, and repeat the command.")
@@ -707,7 +708,7 @@ def checkpoint_of(run):
         "model": run.model.state_dict(), "gpt_config": asdict(run.model.config),
         "optimizers": [optimizer.state_dict() for optimizer in run.optimizers],
         "scaler": run.scaler.state_dict(), "config": asdict(run.cfg),
-        "corpus_tokens": sum(map(len, run.train_loader.shards))}
+        "train_tokens": sum(map(len, run.train_loader.shards))}
 
 def restore(run, checkpoint):
     """Continue from what checkpoint_of() returned. Raise UserError if it is not from this run."""
@@ -734,8 +735,8 @@ def check_same_training(run, checkpoint):
     max_steps may be larger, and the settings in MAY_CHANGE may differ.
     """
     # A setting that was added after the run began is assumed to have had its default value
-    before = asdict(Config()) | checkpoint["config"] | {"tokens": checkpoint["corpus_tokens"]}
-    now = asdict(run.cfg) | {"tokens": sum(map(len, run.train_loader.shards))}
+    before = asdict(Config()) | checkpoint["config"] | {"train_tokens": checkpoint["train_tokens"]}
+    now = asdict(run.cfg) | {"train_tokens": sum(map(len, run.train_loader.shards))}
     changed = {name for name in now if before[name] != now[name]} - MAY_CHANGE
     if now["max_steps"] > before["max_steps"]:
         changed.discard("max_steps")
@@ -823,12 +824,12 @@ def write_checkpoint(cfg, checkpoint):
     with contextlib.suppress(Exception):  # matplotlib is optional, and a plot must not end a run
         plot_curves(cfg.log_dir)
 
-# ---- Monitoring. log.txt is for programs, stdout for people
+# ---- Monitoring. log.txt has every step, stdout those that print_every selects
 def print0(text):
     """Print text on rank 0 only."""
     if RANK == 0:
         # Write the line in a single call, so that it does not mix with one from the saving thread.
-        # Ignore the errors of a full disk, a closed terminal, and two calls of print at a time
+        # Ignore a full disk, a closed terminal, and a signal handler that prints during a print
         with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
 
@@ -1034,7 +1035,7 @@ def configure(flags):
     """
     # (A shell does not expand ~ after =)
     data, preset, note = os.path.expanduser(flags.get("data", Config.data)), "Config", ""
-    # If no other `data` was chosen, with the flag or in Config, fall back to input.txt
+    # If no other `data` was chosen, by a flag or by editing Config, fall back to input.txt
     if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
         data = str(Path(__file__).resolve().with_name("input.txt"))
         note = ("Quick start on Shakespeare, since edu_fineweb10B/ holds no shards.\n"
@@ -1043,8 +1044,8 @@ def configure(flags):
         from_scratch = flags.get("init_from", Config.init_from) == "scratch"
         preset = "SMALL" if from_scratch else "FINETUNE"
     cfg = Config(**(PRESETS[preset] | flags | {"data": data}))
-    if "max_steps" in flags:
-        cfg = replace(cfg, epochs=0.0)  # --max_steps overrides `epochs`, as in FINETUNE
+    if "max_steps" in flags and "epochs" not in flags:
+        cfg = replace(cfg, epochs=0.0)  # --max_steps overrides the `epochs` of FINETUNE
     cfg = replace(cfg, init_from=os.path.expanduser(cfg.init_from),
                   log_dir=os.path.expanduser(cfg.log_dir))
     check_values(cfg)
@@ -1070,26 +1071,23 @@ def check_values(cfg):
     if cfg.init_from == "resume":  # nanoGPT's way to resume a run
         raise UserError("To resume a run, repeat the command without --init_from=resume.")
 
-def build_model(cfg, flags, checkpoint=None):
-    """Return the GPT of a run, and the Config, updated to match pretrained weights.
+def build_model(cfg, checkpoint=None):
+    """Return the GPT of a run. Raise UserError if init_from cannot be read.
 
     checkpoint: the one from which the run is resumed, or None. If it is given, init_from is not
     read again, and the model is left with random weights until restore() loads its weights.
-    Raise UserError if init_from cannot be read, or if a flag contradicts its weights.
     """
     if cfg.init_from == "scratch":
         config = GPTConfig(
             block_size=cfg.T, vocab_size=get_encoding(cfg.encoding).n_vocab, n_layer=cfg.n_layer,
             n_head=cfg.n_head, n_embd=cfg.n_embd, dropout=cfg.dropout, encoding=cfg.encoding)
-        return GPT(config, cfg.seed), cfg
+        return GPT(config, cfg.seed)
     if checkpoint:
-        model = GPT(replace(GPTConfig(**checkpoint["gpt_config"]), dropout=cfg.dropout))
-    else:
-        model = GPT.from_pretrained(cfg.init_from, cfg.dropout, cfg.encoding)
-    return model, with_shape_of(model, cfg, flags)
+        return GPT(replace(GPTConfig(**checkpoint["gpt_config"]), dropout=cfg.dropout))
+    return GPT.from_pretrained(cfg.init_from, cfg.dropout, cfg.encoding)
 
-def with_shape_of(model, cfg, flags):
-    """Return the Config with the encoding and sizes of a model that was loaded from init_from.
+def with_model_settings(model, cfg, flags):
+    """Return the Config with the encoding and sizes of a model, which init_from may have set.
 
     Raise UserError if a flag contradicts them, or if the encoding has a different number of ids.
     """
@@ -1126,9 +1124,10 @@ def prepare_log_dir(run, resumed):
 
     The log of a run that was never saved is replaced.
     """
-    cfg, n_parameters = run.cfg, sum(p.numel() for p in run.model.parameters())
-    print0(f"{cfg}\nmodel     {n_parameters:,} parameters\n"
-           f"training  {cfg.max_steps:,} steps, {cfg.max_steps * cfg.total_batch_size:,} tokens\n"
+    cfg, n_tokens = run.cfg, run.cfg.max_steps * run.cfg.total_batch_size
+    print0(f"{cfg}\nmodel     {sum(p.numel() for p in run.model.parameters()):,} parameters\n"
+           f"training  {cfg.max_steps:,} steps, {cfg.warmup_steps:,} of them warmup; {n_tokens:,} "
+           f"tokens, {n_tokens / cfg.T / run.train_loader.rows_per_epoch:.2f} epochs\n"
            f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.step} on")
     if RANK != 0:
         return
@@ -1140,7 +1139,7 @@ def prepare_log_dir(run, resumed):
                             f"choose a different --log_dir. (To go on anyway, delete {copy}.)")
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
         before = folder / f"train_gpt2_before_{run.step:05d}.py"
-        if not before.exists():  # otherwise, it has the code that trained up to this step
+        if not before.exists():  # else, `before` has the code that trained up to this step
             copy.rename(before)
     write_whole(copy, lambda file: file.write(code))
     write_whole(folder / "config.json",
@@ -1166,7 +1165,8 @@ def set_up(cfg, flags, device):
     """Return the Run for train(). If log_dir holds a checkpoint, the run continues from it."""
     found = find_checkpoints(cfg.log_dir)  # {step: path}
     checkpoint = read_checkpoint(found[max(found)]) if found else None
-    model, cfg = build_model(cfg, flags, checkpoint)
+    model = build_model(cfg, checkpoint)
+    cfg = with_model_settings(model, cfg, flags)
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     cfg = with_batch_and_steps(cfg, train_loader.rows_per_epoch)
@@ -1204,7 +1204,7 @@ def print_samples(cfg, flags, device):
             raise UserError(f"log_dir={cfg.log_dir} has no weights: train, or set --init_from.")
     source = best_checkpoint(cfg.init_from)
     model = GPT.from_pretrained(source, encoding=cfg.encoding).to(device)
-    cfg = with_shape_of(model, cfg, flags)
+    cfg = with_model_settings(model, cfg, flags)
     print0(f"Samples from {source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, get_encoding(cfg.encoding), cfg, seed=cfg.seed + i) + "\n---")

@@ -279,7 +279,7 @@ def reference(args):
     cfg = t.Config(**t.SMALL | dict(data=str(ROOT / "input.txt")) | changes)
     loader, _ = t.open_data(cfg, t.get_encoding(cfg.encoding))
     with tempfile.TemporaryDirectory() as folder:
-        t.save_hugging_face(t.build_model(cfg, {})[0], folder)
+        t.save_hugging_face(t.build_model(cfg), folder)
         model = transformers.AutoModelForCausalLM.from_pretrained(folder)
     expected = list(plain_losses(model, cfg, loader))
     yield f"{cfg.max_steps} steps of 2,048 tokens in float32.\n"

@@ -185,6 +185,17 @@ def test_shards_do_not_depend_on_the_number_of_threads(corpus, whole, tmp_path, 
     make(corpus, tmp_path, nprocs=nprocs)
     assert digests(tmp_path) == digests(whole)
 
+def test_each_thread_has_an_encoding_of_its_own(monkeypatch):
+    """Threads that share one are slower."""
+    names = {}  # of the threads that asked for an Encoding
+    monkeypatch.setattr(fineweb, "get_encoding", lambda name, thread: names.setdefault(
+        thread, threading.current_thread().name) and BYTES)
+    jobs = fineweb.tokenize_all(((0, 0, ["text"]) for _ in range(8)), "bytes", nprocs=2)
+    assert [job.result().tolist() for *_, job in jobs] == [[256, *b"text"]] * 8
+    assert 0 not in names and threading.get_ident() not in names
+    assert all(name.startswith("ThreadPoolExecutor") for name in names.values())
+    assert get_encoding("bytes", 1) is get_encoding("bytes", 1) is not get_encoding("bytes", 2)
+
 def test_gpt2_tokens_of_real_documents(gpt2_encoding, tmp_path, make):
     """With GPT-2's encoding, too, the shards equal those of a naive tokenizer."""
     table = pq.read_table(shared("fineweb_standin") / "000_00000.parquet").slice(100, 300)

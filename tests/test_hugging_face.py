@@ -210,7 +210,7 @@ def test_a_bad_source_is_reported_in_one_line(name):
         cfg = t.configure(given | dict(data=str(ROOT / "input.txt")))
         if cfg.sample:
             t.print_samples(cfg, given, torch.device("cpu"))
-        t.build_model(cfg, given)
+        t.with_model_settings(t.build_model(cfg), cfg, given)
     assert "\n" not in str(e.value)
     assert all(part in str(e.value) for part in expected), e.value
     assert not Path("the bomb went off").exists()

@@ -285,7 +285,7 @@ def test_a_changed_constant_or_text_is_refused_with_both_values(reference):
     """Constants that affect training cannot change when a run continues, but max_steps may grow."""
     saved = last_checkpoint(reference)
     cfg = t.Config(**saved["config"])
-    run = mock.Mock(cfg=cfg, train_loader=mock.Mock(shards=[range(saved["corpus_tokens"])]))
+    run = mock.Mock(cfg=cfg, train_loader=mock.Mock(shards=[range(saved["train_tokens"])]))
     for name, value in saved["config"].items():
         new = f"{value}x" if isinstance(value, str) else value + 1  # True + 1 is not True
         new = value - 1 if name == "max_steps" else new
@@ -302,7 +302,7 @@ def test_a_changed_constant_or_text_is_refused_with_both_values(reference):
         "grad_clip", "seed", "shuffle", "encoding", "init_from"}
     run.cfg = cfg
     run.train_loader.shards = [range(7), range(3)]
-    with pytest.raises(t.UserError, match=f"tokens was {saved['corpus_tokens']}, is 10. "):
+    with pytest.raises(t.UserError, match=f"train_tokens was {saved['train_tokens']}, is 10. "):
         t.check_same_training(run, saved)
 
 def test_a_refused_start_changes_nothing(halfway):

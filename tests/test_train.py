@@ -74,6 +74,7 @@ def test_the_data_selects_the_preset_and_flags_override_it(tmp_path, monkeypatch
         cfg.B = 1
     given = {"data": "text.txt", "init_from": "gpt2", "max_steps": 7}
     assert t.configure(given) == t.Config(**t.FINETUNE | given | {"epochs": 0.0})
+    assert t.configure(given | {"epochs": 2.0}).epochs == 2
 
 def test_paths_may_begin_with_a_tilde(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -89,13 +90,14 @@ def test_weights_determine_constants_and_flags_may_not_contradict_them(tmp_path)
     path, model = tmp_path / "x.pt", t.GPT(config, seed=3)
     torch.save({"gpt_config": dataclasses.asdict(config), "model": model.state_dict()}, path)
     cfg = t.Config(init_from=str(path), dropout=0.1, **{"T": 1024})
-    built, cfg = t.build_model(cfg, {"n_embd": 12})
+    built = t.build_model(cfg)
+    cfg = t.with_model_settings(built, cfg, {"n_embd": 12})
     assert torch.equal(built.lm_head.weight, model.lm_head.weight)
     assert (built.config.dropout, built.training) == (0.1, False)
     assert (cfg.n_layer, cfg.n_head, cfg.n_embd, cfg.encoding, cfg.T) == (2, 3, 12, "bytes", 24)
     for flag, value in {"n_embd": 24, "encoding": "gpt2", "T": 32}.items():
         with pytest.raises(t.UserError, match=f"--{flag}={value} contradicts .*leave out --{flag}"):
-            t.build_model(dataclasses.replace(cfg, **{flag: value}), {flag: value})
+            t.with_model_settings(built, cfg, {flag: value})
 
 def test_dropout_is_active_in_training_only(folder):
     logs = [read_log(succeed(Forked(folder / f"dropout {p}", dropout=p, max_steps=1)).log_dir)
@@ -110,7 +112,7 @@ def test_the_losses_are_those_of_a_plain_loop(folder):
     run = succeed(Forked(folder / "plain", without=["max_steps"], shuffle=False, epochs=0.0341,
                          weight_decay=0.3, grad_clip=0.5, lr_shape="linear", min_lr=0, seed=1337,
                          eval_every=0))
-    assert "12 steps, 1,536 tokens" in run.out
+    assert "12 steps, 5 of them warmup; 1,536 tokens, 0.03 epochs" in run.out
     text = torch.tensor(list((folder / "text.txt").read_bytes()))
     torch.manual_seed(1337)
     model = t.GPT(t.GPTConfig(block_size=16, n_layer=1, n_head=2, n_embd=16, vocab_size=257))
