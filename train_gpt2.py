@@ -232,7 +232,7 @@ class GPT(nn.Module):
                     # whose variance should not grow with n_layer (Radford et al. 2019, section 2.3)
                     std /= math.sqrt(2 * self.config.n_layer)
                 generator = torch.Generator().manual_seed(seed_from(seed, name))
-                p.copy_(torch.empty(p.shape).normal_(std=std, generator=generator))
+                p.copy_(torch.empty(p.shape, device="cpu").normal_(std=std, generator=generator))
         self.transformer.wte.weight[self.config.vocab_size:] = 0  # padding rows belong to no token
 
     def forward(self, idx, targets=None, return_logits=True):
