@@ -89,9 +89,10 @@ def encoding_arguments(name):
 def get_encoding(name, thread=0):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used.
 
-    thread: a number that identifies a thread, which then gets an Encoding of its own. Threads that
-    share one also share the caches of its regular expression, and two of them are about 25% slower
-    (tests/measured/tokenize.txt). A further Encoding for GPT-2 takes 0.04 s and 11 MB.
+    thread: a number that identifies a thread, which then gets an Encoding of its own. If threads
+    share an Encoding, they also share the caches of its regular expression, which makes two threads
+    about 25% slower (tests/measured/tokenize.txt). Each further Encoding for GPT-2 takes 0.04 s and
+    11 MB.
     """
     try:
         return tiktoken.Encoding(**encoding_arguments(name))
@@ -249,7 +250,7 @@ def open_stream(url):
     because the "json" format of `datasets` does not accept lines with different keys.
     """
     import datasets
-    datasets.config.TORCH_AVAILABLE = False  # else it imports torch, which takes 2 s, 150 MB
+    datasets.config.TORCH_AVAILABLE = False  # else it imports torch: 2 s and 150 MB
     datasets.config.STREAMING_READ_MAX_RETRIES = 5  # with the default, 20, it may wait 20 minutes
     file_format, options = "text", dict(encoding_errors="replace")
     if url.endswith(".parquet"):
@@ -357,7 +358,8 @@ def cut_shards(jobs, shard_size, dtype, start, n_files):
 def settings_of(cfg, files, shards):
     """Return the "settings" of the manifest: everything that determines the content of `shards`.
 
-    This is {name: value} of shard_size, the encoding, and each file from which they were made.
+    The result is a dict with shard_size, the encoding, and the name and size of each file from
+    which the shards were made.
     files: [(path or URL, size in bytes)] of the whole corpus. shards: entries of the manifest.
     """
     # The shards were made from the files up to the one in which the last shard ends
@@ -369,9 +371,9 @@ def settings_of(cfg, files, shards):
 def find_finished(cfg, files):
     """Return the manifest's entries for the shards in local_dir that need not be made again.
 
-    If a shard was deleted, it and all later shards are made again. If the settings have changed,
-    raise UserError, or return [] if there is only a validation shard, which is then made again.
-    (For example, shard_size was too large for the corpus, and has been lowered.)
+    If a shard was deleted, it and all later shards are made again.
+    Raise UserError if the settings have changed. But if there is only a validation shard, return
+    [], so that it is made again: a shard_size that was too large leaves such a folder.
     """
     folder = Path(cfg.local_dir)
     if not any(folder.glob("*.npy")):  # the first run

@@ -127,7 +127,7 @@ def tokenize(example, encode=gpt2_encode):
     """
     # An ending is encoded with a space before it. Some tokenizers put a start token or a space of
     # their own in front of every text, which is not wanted here. So encode "a " + ending, and drop
-    # the ids of "a" and of what the tokenizer put in front of it: as many as encode("a") has
+    # the first len(encode("a")) ids, those of "a" and of what the tokenizer put in front of it
     n_removed = len(encode("a"))
     return encode(example["ctx"]), [encode("a " + ending)[n_removed:]
                                     for ending in example["endings"]]

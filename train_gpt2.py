@@ -10,7 +10,7 @@ To change a setting, edit the constants in Config, or pass a flag
 starts from pretrained weights (init_from), those in FINETUNE. Ctrl-C saves the
 run and stops it. To resume the run, repeat the command.
 
-One idea keeps the script simple: the data of each step is a pure function of
+One idea keeps the script simple: the data read at each step is a function of
 (seed, step). Therefore, a checkpoint need not record what has been read, and,
 apart from rounding and dropout masks, the micro-batch size B and the number of
 GPUs affect only speed and memory.
@@ -63,7 +63,8 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 # ---- Constants. --help prints the comment at the end of each line
 @dataclass(frozen=True)
 class Config:
-    """The settings. By default, train GPT-2 (124M) as GPT-3 was (Brown et al. 2020, table 2.1).
+    """The settings. The defaults train GPT-2 (124M) with GPT-3's hyperparameters (Brown et al.
+    2020, table 2.1).
 
     If edu_fineweb10B contains no shards, and no other `data` is chosen, input.txt is used.
     """
@@ -198,7 +199,7 @@ class GPT(nn.Module):
     def __init__(self, config, seed=None):
         super().__init__()
         self.config = config
-        # Pad the token embedding to a multiple of 128 rows (50304 for GPT-2): faster on GPUs
+        # Pad the token embedding to a multiple of 128 rows (50304 for GPT-2), for speed on GPUs
         n_rows = math.ceil(config.vocab_size / 128) * 128
         self.transformer = nn.ModuleDict(dict(
             wte=nn.Embedding(n_rows, config.n_embd),
@@ -273,8 +274,8 @@ class GPT(nn.Module):
         """
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            # After model.compile(), self(...) runs compiled code. Here, run the model eagerly: it
-            # would be compiled again for each new length of the context
+            # After model.compile(), self(...) runs compiled code. Here, run the model eagerly,
+            # because otherwise it would be compiled again for each new length of the context
             with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, vocab_size)
             if top_k:
@@ -295,8 +296,8 @@ class GPT(nn.Module):
         source: gpt2 ... gpt2-xl or another GPT-2 on the hub, a Hugging Face folder, the folder of a
         run (its best checkpoint is used) or a .pt file.
         dropout: replaces the dropout with which the weights were trained.
-        encoding: the encoding of Hugging Face weights, unless they have 257 token ids (bytes and
-        <|endoftext|>) or 50257 (gpt2).
+        encoding: the encoding of Hugging Face weights. It is ignored if they have 257 token ids,
+        which mean bytes and <|endoftext|>, or 50257, which are GPT-2's.
         Raise UserError if the weights cannot be read or do not fit this class.
         """
         source = best_checkpoint(source)  # `source` itself, unless it is the folder of a run
@@ -373,7 +374,7 @@ class DataLoaderLite:
         # x and y overlap, so return copies. validation_loss() changes y in place
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-@lru_cache(maxsize=4)  # the orders of shards and of rows, each for training and for validation
+@lru_cache(maxsize=4)  # the order of the shards and that of a shard's rows, for each loader
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
 
@@ -456,7 +457,7 @@ def newton_schulz(G):
     X = G / G.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(5):
         A = X @ X.mT                                    # (n, rows, rows)
-        # baddbmm adds multiples of a matrix and of a product of two matrices, in one operation
+        # torch.baddbmm computes beta * (1st argument) + alpha * (2nd @ 3rd) in one operation
         P = torch.baddbmm(A, A, A, beta=b, alpha=c)     # b * A + c * A @ A
         X = torch.baddbmm(X, P, X, beta=a)              # a * X + P @ X
     return X
@@ -493,7 +494,7 @@ class Muon(torch.optim.Optimizer):
                     if G.size(0) > G.size(1):  # wide matrices are cheaper, so transpose tall ones
                         weight, G = weight.mT, G.mT
                     by_shape[G.shape].append((weight, G))
-            # Batch the matrices of each shape, for fewer and larger operations
+            # Batch matrices of the same shape, so that there are fewer and larger operations
             for (_, longer_side), batch in by_shape.items():
                 weights, matrices = zip(*batch)
                 # Each weight is a view of p, so changing it in place changes p
@@ -529,8 +530,8 @@ class Run:
     """Everything that train() uses. It is built by set_up(), near the end of this file."""
     cfg: Config
     device: torch.device
-    model: nn.Module              # the GPT, which model.compile() has possibly compiled in place
-    ddp_model: nn.Module          # for the training step: the same, in DDP if WORLD_SIZE > 1
+    model: nn.Module              # the GPT; it is compiled in place if torch.compile is used
+    ddp_model: nn.Module          # what train_step() calls: model, in DDP if WORLD_SIZE > 1
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     autocast: partial             # returns torch.autocast's context manager for the run's dtype
@@ -559,8 +560,7 @@ def validation_loss(run):
     for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
         # The last batch also has B rows, because the model would be compiled again for a different
-        # shape. Its rows from n_rows on (perhaps of the next epoch) do not count. In all other
-        # batches, this slice is empty
+        # shape. Ignore its row numbers from n_rows on. In all other batches, this slice is empty
         y[n_rows - row:] = -100
         with run.autocast():
             _, loss = run.model(x, y, return_logits=False)
@@ -602,14 +602,14 @@ def train_step(run):
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
-            peak = group.setdefault("initial_lr", group["lr"])  # noted at step 0, then saved
+            peak = group.setdefault("initial_lr", group["lr"])  # recorded at step 0, later loaded
             group["lr"] = peak * get_lr(run.step, cfg) / cfg.max_lr
         if not overflowed:
             run.scaler.step(optimizer)
         optimizer.zero_grad()
     run.scaler.update()  # after an overflow, this lowers the loss scale
     run.step += 1
-    # Add up losses, norms (all equal) and stop flags. If one process received a signal, all stop
+    # The norm is the same on all processes. If one process has received a signal, all of them stop
     sums = torch.stack((loss_of_step, norm, torch.full_like(norm, run.stop)))
     if WORLD_SIZE > 1:
         dist.all_reduce(sums)
@@ -654,8 +654,8 @@ def train(run):
     """Train until max_steps is reached or a signal arrives, and then call finish().
 
     Steps are numbered from 0. Step n is the update from run.step == n to n + 1. In the log, `val`
-    and `train` of step n are both losses of the weights before this update. A resumed run repeats
-    the evaluations that are due at the step that was saved.
+    and `train` of step n are both computed with the weights before this update. A resumed run
+    repeats the evaluations that are due at the step that was saved.
     """
     cfg, stopped = run.cfg, False
     while not stopped:
@@ -684,10 +684,10 @@ def train(run):
 
 def finish(run, stopped):
     """Save the run, if evaluate() has not. Export the best checkpoint if the run is complete."""
-    # evaluate() has saved the step max_steps, unless it never validates or max_steps is 0
+    # evaluate() has saved the run at step max_steps, unless it never validates or max_steps is 0
     if stopped or run.cfg.eval_every == 0 or run.step == 0:
         save(run)
-    run.writer.shutdown()  # waits until the checkpoint has been written, or cannot be
+    run.writer.shutdown()  # waits until the checkpoint is written, or has failed
     if RANK == 0 and run.step not in find_checkpoints(run.cfg.log_dir):
         raise UserError(f"Step {run.step} is not saved in log_dir={run.cfg.log_dir}: free "
                         "some space, and repeat the command.")
@@ -821,15 +821,15 @@ def write_checkpoint(cfg, checkpoint):
         is_multiple = cfg.keep_every > 0 and other % cfg.keep_every == 0
         if other not in (step, checkpoint["best_step"]) and not is_multiple:
             file.unlink(missing_ok=True)
-    with contextlib.suppress(Exception):  # matplotlib is optional, and a plot must not end a run
+    with contextlib.suppress(Exception):  # no error in a plot, which is optional, may end a run
         plot_curves(cfg.log_dir)
 
-# ---- Monitoring. log.txt has every step, stdout those that print_every selects
+# ---- Monitoring. log.txt gets every step; stdout gets only those that print_every selects
 def print0(text):
     """Print text on rank 0 only."""
     if RANK == 0:
         # Write the line in a single call, so that it does not mix with one from the saving thread.
-        # Ignore a full disk, a closed terminal, and a signal handler that prints during a print
+        # Ignore the errors caused by a full disk, a closed terminal, or a signal during a print
         with contextlib.suppress(OSError, RuntimeError):
             print(f"{text}\n", end="", flush=True)
 
@@ -995,7 +995,7 @@ def join_processes(device):
     # If a process dies, torchrun may start all of them again (--max-restarts). A prefix for each
     # restart keeps them from finding the addresses of dead processes in torchrun's store
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    store, *_ = next(dist.rendezvous("env://"))  # a key-value store that all processes reach
+    store, *_ = next(dist.rendezvous("env://"))  # a key-value store that all processes can reach
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(
         backend="nccl" if gpu else "gloo", store=dist.PrefixStore(restart, store), rank=RANK,
@@ -1087,7 +1087,7 @@ def build_model(cfg, checkpoint=None):
     return GPT.from_pretrained(cfg.init_from, cfg.dropout, cfg.encoding)
 
 def with_model_settings(model, cfg, flags):
-    """Return the Config with the encoding and sizes of a model, which init_from may have set.
+    """Return the Config with the encoding and the sizes of a model, which may be from init_from.
 
     Raise UserError if a flag contradicts them, or if the encoding has a different number of ids.
     """
@@ -1110,7 +1110,7 @@ def with_batch_and_steps(cfg, rows_per_epoch):
     """
     smallest_batch = cfg.T * WORLD_SIZE
     if cfg.total_batch_size % smallest_batch:
-        unit = 8 * smallest_batch  # with 8 rows per process, B need not be lowered to 1
+        unit = 8 * smallest_batch  # suggest multiples of 8 rows per process, so that B can be 8
         near = unit * max(1, round(cfg.total_batch_size / unit))
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
                         f"processes = {smallest_batch}: try --total_batch_size={near}.")
@@ -1139,7 +1139,7 @@ def prepare_log_dir(run, resumed):
                             f"choose a different --log_dir. (To go on anyway, delete {copy}.)")
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
         before = folder / f"train_gpt2_before_{run.step:05d}.py"
-        if not before.exists():  # else, `before` has the code that trained up to this step
+        if not before.exists():  # otherwise, it holds the code that trained up to this step
             copy.rename(before)
     write_whole(copy, lambda file: file.write(code))
     write_whole(folder / "config.json",
@@ -1185,8 +1185,8 @@ def set_up(cfg, flags, device):
     if compiled:
         model.compile()
     if WORLD_SIZE > 1:
-        # A compiled model is split into graphs where DDP's buckets end. With the default of 25 MB,
-        # there would be 14. gradient_as_bucket_view avoids copying the gradients
+        # torch.compile begins a new graph where a bucket of DDP ends. With buckets of 25 MB (the
+        # default), there would be 14 graphs. gradient_as_bucket_view avoids copying the gradients
         run.ddp_model = DDP(model, bucket_cap_mb=100, gradient_as_bucket_view=True)
     if cfg.hellaswag_every:
         import hellaswag
@@ -1229,7 +1229,7 @@ def main():
     """Do what the command line asks. On a UserError, print its message and exit with status 1."""
     with contextlib.suppress(AttributeError):  # a notebook's stdout has no reconfigure()
         sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends the process, until set_up()
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until set_up(), Ctrl-C ends the process
     try:
         run_command()
         if dist.is_initialized():
