@@ -63,8 +63,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 # ---- Constants. --help prints the comment at the end of each line
 @dataclass(frozen=True)
 class Config:
-    """The settings. The defaults train GPT-2 (124M) with GPT-3's hyperparameters (Brown et al.
-    2020, table 2.1).
+    """The settings: GPT-2 (124M) with GPT-3's hyperparameters (Brown et al. 2020, table 2.1).
 
     If edu_fineweb10B contains no shards, and no other `data` is chosen, input.txt is used.
     """
@@ -92,7 +91,7 @@ class Config:
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
-    epochs: float = 0.0             # passes over the data; if above 0, it determines max_steps
+    epochs: float = 0.0             # passes over the data, which replace max_steps; 0 = off
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -126,8 +125,7 @@ FINETUNE = dict(
     total_batch_size=2048, B=4, max_lr=1e-4, min_lr=0.0, lr_shape="linear", warmup_steps=10,
     epochs=4.0, eval_every=20, keep_every=0, val_tokens=131072, hellaswag_every=0, sample_every=50,
     sample_prompt="\n", sample_tokens=100, log_dir="log_finetune")
-# configure() selects one of these. Settings that a preset does not name come from Config
-PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}
+PRESETS = {"Config": {}, "SMALL": SMALL, "FINETUNE": FINETUNE}  # configure() selects one
 
 # ---- GPT-2
 @dataclass
@@ -274,8 +272,7 @@ class GPT(nn.Module):
         """
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            # After model.compile(), self(...) runs compiled code. Here, run the model eagerly,
-            # because otherwise it would be compiled again for each new length of the context
+            # Run the model eagerly, because a compiled one would be compiled again for each length
             with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, vocab_size)
             if top_k:
@@ -667,8 +664,7 @@ def train(run):
         seconds = time.perf_counter() - start
         run.seconds.append(seconds)
         # In float16, the norm may be infinite: then train_step() has skipped the update
-        norm_is_fine = math.isfinite(norm) or run.scaler.is_enabled()
-        if not (math.isfinite(loss) and norm_is_fine):
+        if not (math.isfinite(loss) and (math.isfinite(norm) or run.scaler.is_enabled())):
             raise UserError(f"Step {step} has loss {loss:g} and gradient norm {norm:g}: the model "
                             "has diverged. Most often --max_lr is too high. A new run can begin "
                             "with the weights of an earlier step: set a different --log_dir and "
@@ -682,13 +678,17 @@ def train(run):
                    f"{datetime.timedelta(seconds=left)} left")
     finish(run, stopped)
 
+def is_saved(run):
+    """Wait for the save in progress, if any. Return whether this step has a checkpoint."""
+    if run.last_save:
+        run.last_save.result()
+    return run.step in find_checkpoints(run.cfg.log_dir)
+
 def finish(run, stopped):
     """Save the run, if evaluate() has not. Export the best checkpoint if the run is complete."""
-    # evaluate() has saved the run at step max_steps, unless it never validates or max_steps is 0
-    if stopped or run.cfg.eval_every == 0 or run.step == 0:
+    if not is_saved(run):
         save(run)
-    run.writer.shutdown()  # waits until the checkpoint is written, or has failed
-    if RANK == 0 and run.step not in find_checkpoints(run.cfg.log_dir):
+    if RANK == 0 and not is_saved(run):  # for example, the disk is full
         raise UserError(f"Step {run.step} is not saved in log_dir={run.cfg.log_dir}: free "
                         "some space, and repeat the command.")
     if stopped:
@@ -817,10 +817,11 @@ def write_checkpoint(cfg, checkpoint):
         print0(f"!!! NOT SAVED at step {step}: {summary_of(e.__context__ or e)}")
         return
     print0(f"{step:5d}/{cfg.max_steps} saved {path} in {time.perf_counter() - start:.1f} s")
-    for other, file in find_checkpoints(cfg.log_dir).items():
-        is_multiple = cfg.keep_every > 0 and other % cfg.keep_every == 0
-        if other not in (step, checkpoint["best_step"]) and not is_multiple:
-            file.unlink(missing_ok=True)
+    found, best = find_checkpoints(cfg.log_dir), checkpoint["best_step"]
+    if best is None or best in found:  # if the best could not be saved, keep all others
+        for other in found.keys() - {step, best}:
+            if cfg.keep_every == 0 or other % cfg.keep_every != 0:  # it is not a multiple
+                found[other].unlink(missing_ok=True)
     with contextlib.suppress(Exception):  # no error in a plot, which is optional, may end a run
         plot_curves(cfg.log_dir)
 
@@ -857,8 +858,7 @@ def plot_curves(folder):
     axis.legend(frameon=False)
     write_whole(Path(folder, "curves.png"), lambda file: figure.savefig(file, dpi=120))
 
-# During each call, use any attention kernel except cuDNN's, which spends up to 0.5 s planning for
-# each new length
+# Use any attention kernel except cuDNN's, which spends up to 0.5 s planning for each new length
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(model, encoding, cfg, seed):
     """Return sample_prompt and the model's continuation, which stops at <|endoftext|>."""
@@ -1033,7 +1033,6 @@ def configure(flags):
 
     Flags override the preset, which overrides Config. Raise UserError for an invalid value.
     """
-    # (A shell does not expand ~ after =)
     data, preset, note = os.path.expanduser(flags.get("data", Config.data)), "Config", ""
     # If no other `data` was chosen, by a flag or by editing Config, fall back to input.txt
     if "data" not in flags and data == "edu_fineweb10B" and not find_shards(data)[0]:
@@ -1044,9 +1043,9 @@ def configure(flags):
         from_scratch = flags.get("init_from", Config.init_from) == "scratch"
         preset = "SMALL" if from_scratch else "FINETUNE"
     cfg = Config(**(PRESETS[preset] | flags | {"data": data}))
-    if "max_steps" in flags and "epochs" not in flags:
-        cfg = replace(cfg, epochs=0.0)  # --max_steps overrides the `epochs` of FINETUNE
-    cfg = replace(cfg, init_from=os.path.expanduser(cfg.init_from),
+    if "max_steps" in flags:
+        cfg = replace(cfg, epochs=0.0)  # --max_steps overrides `epochs`
+    cfg = replace(cfg, init_from=os.path.expanduser(cfg.init_from),  # shells leave ~ after =
                   log_dir=os.path.expanduser(cfg.log_dir))
     check_values(cfg)
     if not cfg.sample:
@@ -1087,7 +1086,7 @@ def build_model(cfg, checkpoint=None):
     return GPT.from_pretrained(cfg.init_from, cfg.dropout, cfg.encoding)
 
 def with_model_settings(model, cfg, flags):
-    """Return the Config with the encoding and the sizes of a model, which may be from init_from.
+    """Return the Config with the encoding and the sizes of a model that init_from named.
 
     Raise UserError if a flag contradicts them, or if the encoding has a different number of ids.
     """
@@ -1110,7 +1109,8 @@ def with_batch_and_steps(cfg, rows_per_epoch):
     """
     smallest_batch = cfg.T * WORLD_SIZE
     if cfg.total_batch_size % smallest_batch:
-        unit = 8 * smallest_batch  # suggest multiples of 8 rows per process, so that B can be 8
+        # If possible, suggest a multiple of 8 rows per process, so that B can be 8 and not only 1
+        unit = smallest_batch * min(8, max(1, cfg.total_batch_size // smallest_batch))
         near = unit * max(1, round(cfg.total_batch_size / unit))
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
                         f"processes = {smallest_batch}: try --total_batch_size={near}.")
@@ -1126,8 +1126,8 @@ def prepare_log_dir(run, resumed):
     """
     cfg, n_tokens = run.cfg, run.cfg.max_steps * run.cfg.total_batch_size
     print0(f"{cfg}\nmodel     {sum(p.numel() for p in run.model.parameters()):,} parameters\n"
-           f"training  {cfg.max_steps:,} steps, {cfg.warmup_steps:,} of them warmup; {n_tokens:,} "
-           f"tokens, {n_tokens / cfg.T / run.train_loader.rows_per_epoch:.2f} epochs\n"
+           f"training  {cfg.max_steps:,} steps (warmup {cfg.warmup_steps:,}), {n_tokens:,} tokens, "
+           f"{n_tokens / cfg.T / run.train_loader.rows_per_epoch:.2g} epochs\n"
            f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.step} on")
     if RANK != 0:
         return
@@ -1166,7 +1166,7 @@ def set_up(cfg, flags, device):
     found = find_checkpoints(cfg.log_dir)  # {step: path}
     checkpoint = read_checkpoint(found[max(found)]) if found else None
     model = build_model(cfg, checkpoint)
-    cfg = with_model_settings(model, cfg, flags)
+    cfg = cfg if cfg.init_from == "scratch" else with_model_settings(model, cfg, flags)
     encoding = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, encoding)
     cfg = with_batch_and_steps(cfg, train_loader.rows_per_epoch)

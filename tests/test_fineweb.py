@@ -187,13 +187,15 @@ def test_shards_do_not_depend_on_the_number_of_threads(corpus, whole, tmp_path, 
 
 def test_each_thread_has_an_encoding_of_its_own(monkeypatch):
     """Threads that share one are slower."""
-    names = {}  # of the threads that asked for an Encoding
-    monkeypatch.setattr(fineweb, "get_encoding", lambda name, thread: names.setdefault(
-        thread, threading.current_thread().name) and BYTES)
+    names, both = set(), threading.Barrier(2)
+    def get(name, thread):
+        names.add(thread)
+        both.wait(60)  # for the other thread
+        return get_encoding(name, thread)
+    monkeypatch.setattr(fineweb, "get_encoding", get)
     jobs = fineweb.tokenize_all(((0, 0, ["text"]) for _ in range(8)), "bytes", nprocs=2)
     assert [job.result().tolist() for *_, job in jobs] == [[256, *b"text"]] * 8
-    assert 0 not in names and threading.get_ident() not in names
-    assert all(name.startswith("ThreadPoolExecutor") for name in names.values())
+    assert len(names) == 2
     assert get_encoding("bytes", 1) is get_encoding("bytes", 1) is not get_encoding("bytes", 2)
 
 def test_gpt2_tokens_of_real_documents(gpt2_encoding, tmp_path, make):

@@ -235,10 +235,12 @@ def test_a_step_is_saved_before_it_is_sampled_and_scored(place, name):
     assert run.wait() == 1 and run.err.endswith("RuntimeError: no answer\n"), run.err
     assert names(run.log_dir) == [10]
 
-def limit_files(t, step):
-    """From this step on, no file may become larger than 20 kB, as if the disk were full."""
-    before_steps(t, [step], lambda run: resource.setrlimit(
-        resource.RLIMIT_FSIZE, (20_000, resource.RLIM_INFINITY)))
+def limit_files(t, first, last=STEPS):
+    """In these steps, no file may become larger than 20 kB, as if the disk were full."""
+    def act(run):
+        small = 20_000 if run.step < last else resource.RLIM_INFINITY
+        resource.setrlimit(resource.RLIMIT_FSIZE, (small, resource.RLIM_INFINITY))
+    before_steps(t, [first, last], act)
 
 def test_a_full_disk_does_not_stop_training(place, reference):
     """A line reports each save that fails, and earlier checkpoints are kept.
@@ -254,6 +256,11 @@ def test_a_full_disk_does_not_stop_training(place, reference):
     assert names(run.log_dir) == [10] and not list(run.log_dir.glob("*.part"))
     start_again(run.log_dir)
     assert_same(run.log_dir, reference)
+
+def test_nothing_is_deleted_if_the_best_step_could_not_be_saved(place):
+    """Otherwise, the best of the earlier checkpoints would be lost."""
+    run = succeed(start(place / "full once", arrange=[(rise_after, 15), (limit_files, 12, 16)]))
+    assert run.out.count("NOT SAVED") == 1 and names(run.log_dir) == [10, 20, 25, 30]
 
 @pytest.mark.parametrize("changes", [
     dict(max_lr=1e30, warmup_steps=0, grad_clip=0.0), dict(arrange=[(poison_at, 7)])])
