@@ -12,8 +12,8 @@ resume, repeat the command; the shards are the same as those of a run that was
 never stopped.
 
 The first half of this file holds the helpers that all three scripts share.
-They are not in train_gpt2.py, because it runs as __main__: if another script
-imported it, Python would load it a second time.
+They are not in train_gpt2.py, because that file runs as __main__: if
+hellaswag.py imported it, Python would load it a second time.
 """
 import argparse
 import dataclasses
@@ -220,8 +220,8 @@ BATCH = 64  # rows that are read and tokenized together
 def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
 
-    Hidden files and folders are left out. If a local folder also has files with other SUFFIXES,
-    their names are printed.
+    Hidden files and folders are left out. If a local folder also has files that end in none of
+    SUFFIXES, their names are printed.
     Raise UserError if `source` is neither a local folder nor a dataset that can be reached.
     """
     if os.path.isdir(source):
@@ -246,8 +246,8 @@ def open_stream(url):
     """Return an IterableDataset with the rows of a file. A row is a dict with the key "text".
 
     In a parquet file, row["text"] is None or the text as bytes, because a column of strings may
-    hold bytes that are not UTF-8. In other files, it is a whole line, which text_of() parses,
-    because the "json" format of `datasets` does not accept lines with different keys.
+    hold bytes that are not UTF-8. In other files, it is a whole line, which text_of() parses. (The
+    "json" format of `datasets` does not accept lines with different keys.)
     """
     import datasets
     datasets.config.TORCH_AVAILABLE = False  # else it imports torch: 2 s and 150 MB
@@ -373,7 +373,7 @@ def find_finished(cfg, files):
 
     If a shard was deleted, it and all later shards are made again.
     Raise UserError if the settings have changed. But if there is only a validation shard, return
-    [], so that it is made again: a shard_size that was too large leaves such a folder.
+    [], so that it is made again. (A run whose shard_size is larger than the corpus leaves only it.)
     """
     folder = Path(cfg.local_dir)
     if not any(folder.glob("*.npy")):  # the first run

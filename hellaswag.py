@@ -248,7 +248,7 @@ def ending_losses(model, tokens, mask):
     # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
     # and a plain function returns the logits (R, N - 1, V) themselves
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
-    # For each of the n targets that belong to an ending, compute its loss (n,) and its row (n,).
+    # For each of the n targets that belong to an ending, find its loss and its row, both (n,).
     # nonzero() lists these targets in the same order as indexing with in_ending
     token_losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
     row_of_token = in_ending.nonzero()[:, 0].cpu()

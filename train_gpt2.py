@@ -71,8 +71,8 @@ class Config:
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
     shuffle: bool = True            # shuffle the training data anew in each epoch
     seed: int = 1337                # determines the initial weights, data order and samples
-    # The batch: total_batch_size affects training. B affects only memory and speed. It is lowered
-    # until it divides total_batch_size / T / processes
+    # The batch: total_batch_size affects training. B affects only memory and speed. If it does not
+    # divide the rows per process, total_batch_size / T / processes, it is lowered until it does
     total_batch_size: int = 524288  # tokens per optimizer step, a multiple of T * processes
     B: int = 64                     # micro-batch size: rows per forward pass
     T: int = 1024                   # tokens per row (the context length)
@@ -84,7 +84,7 @@ class Config:
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a .pt file, a run's folder or export
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: for matrices in the blocks only
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: in the blocks; adamw: the rest
     max_lr: float = 6e-4            # peak learning rate
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
@@ -293,8 +293,8 @@ class GPT(nn.Module):
         source: gpt2 ... gpt2-xl or another GPT-2 on the hub, a Hugging Face folder, the folder of a
         run (its best checkpoint is used) or a .pt file.
         dropout: replaces the dropout with which the weights were trained.
-        encoding: the encoding of Hugging Face weights. It is ignored if they have 257 token ids,
-        which mean bytes and <|endoftext|>, or 50257, which are GPT-2's.
+        encoding: the encoding of Hugging Face weights. It is ignored if the vocabulary has 257 ids
+        (the bytes and <|endoftext|>) or 50257 ids (GPT-2's).
         Raise UserError if the weights cannot be read or do not fit this class.
         """
         source = best_checkpoint(source)  # `source` itself, unless it is the folder of a run
@@ -334,13 +334,13 @@ class DataLoaderLite:
     def locate(self, row):
         """Return the shard (its index) and the token at which a row begins. row: the row number."""
         # The comments give an example with row 765, T = 8, and shards of 30, 50 and 40 rows
-        epoch, in_epoch = divmod(row, self.rows_per_epoch)     # number 45 of the 120 in epoch 6
+        epoch, in_epoch = divmod(row, self.rows_per_epoch)     # row 45 of the 120 in epoch 6
         shard_order = order_of(len(self.shards), self.shuffle, self.seed, epoch)  # 2, 0, 1 (random)
         sizes = self.rows_in_shard[shard_order]                # 40, 30, 50
         n_before = sizes.cumsum() - sizes                      # the shards begin at 0, 40 and 70
         i = int(n_before.searchsorted(in_epoch, side="right")) - 1  # 1, since 40 <= 45 < 70
         shard = int(shard_order[i])                            # 0
-        in_shard = in_epoch - int(n_before[i])                 # number 5 of the 30 in this shard
+        in_shard = in_epoch - int(n_before[i])                 # row 5 of the 30 in this shard
         row_order = order_of(int(sizes[i]), self.shuffle, self.seed, epoch, shard)
         start = int(row_order[in_shard]) * self.T              # 136, if row_order[5] is 17
         if self.shift:
@@ -371,7 +371,7 @@ class DataLoaderLite:
         # x and y overlap, so return copies. validation_loss() changes y in place
         return tokens[:, :-1].clone(), tokens[:, 1:].clone()
 
-@lru_cache(maxsize=4)  # the order of the shards and that of a shard's rows, for each loader
+@lru_cache(maxsize=4)  # for each loader, holds the order of its shards and of a shard's rows
 def order_of(n, shuffle, *key):
     """Return the numbers 0 ... n - 1 in order or, if `shuffle`, shuffled with `key` as the seed.
 
@@ -528,7 +528,7 @@ class Run:
     cfg: Config
     device: torch.device
     model: nn.Module              # the GPT; it is compiled in place if torch.compile is used
-    ddp_model: nn.Module          # what train_step() calls: model, in DDP if WORLD_SIZE > 1
+    ddp_model: nn.Module          # what train_step() calls: model, wrapped in DDP if needed
     optimizers: list
     scaler: torch.amp.GradScaler  # keeps float16 gradients in range; disabled for other dtypes
     autocast: partial             # returns torch.autocast's context manager for the run's dtype
@@ -556,8 +556,8 @@ def validation_loss(run):
     sums = torch.zeros(2, device=run.device)  # the sum of the losses, and the number of targets
     for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        # The last batch also has B rows, because the model would be compiled again for a different
-        # shape. Ignore its row numbers from n_rows on. In all other batches, this slice is empty
+        # The last batch also has B rows, because otherwise the model would be compiled again.
+        # Ignore its extra rows, from number n_rows on. In all other batches, this slice is empty
         y[n_rows - row:] = -100
         with run.autocast():
             _, loss = run.model(x, y, return_logits=False)
@@ -599,14 +599,14 @@ def train_step(run):
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
-            peak = group.setdefault("initial_lr", group["lr"])  # recorded at step 0, later loaded
+            peak = group.setdefault("initial_lr", group["lr"])  # recorded at step 0; saved
             group["lr"] = peak * get_lr(run.step, cfg) / cfg.max_lr
         if not overflowed:
             run.scaler.step(optimizer)
         optimizer.zero_grad()
     run.scaler.update()  # after an overflow, this lowers the loss scale
     run.step += 1
-    # The norm is the same on all processes. If one process has received a signal, all of them stop
+    # Average over the processes. The norm is the same on all. If one received a signal, all stop
     sums = torch.stack((loss_of_step, norm, torch.full_like(norm, run.stop)))
     if WORLD_SIZE > 1:
         dist.all_reduce(sums)
@@ -711,7 +711,7 @@ def checkpoint_of(run):
         "train_tokens": sum(map(len, run.train_loader.shards))}
 
 def restore(run, checkpoint):
-    """Continue from what checkpoint_of() returned. Raise UserError if it is not from this run."""
+    """Load what checkpoint_of() returned into the run. Raise UserError if it is a different run."""
     check_same_training(run, checkpoint)
     load_weights(run.model, checkpoint["model"], run.cfg.log_dir)
     for optimizer, saved in zip(run.optimizers, checkpoint["optimizers"], strict=True):
@@ -822,7 +822,7 @@ def write_checkpoint(cfg, checkpoint):
         for other in found.keys() - {step, best}:
             if cfg.keep_every == 0 or other % cfg.keep_every != 0:  # it is not a multiple
                 found[other].unlink(missing_ok=True)
-    with contextlib.suppress(Exception):  # no error in a plot, which is optional, may end a run
+    with contextlib.suppress(Exception):  # the plot is optional: no error may end the run
         plot_curves(cfg.log_dir)
 
 # ---- Monitoring. log.txt gets every step; stdout gets only those that print_every selects
@@ -1086,7 +1086,7 @@ def build_model(cfg, checkpoint=None):
     return GPT.from_pretrained(cfg.init_from, cfg.dropout, cfg.encoding)
 
 def with_model_settings(model, cfg, flags):
-    """Return the Config with the encoding and the sizes of a model that init_from named.
+    """Return the Config with the encoding and the sizes of a model that was loaded from init_from.
 
     Raise UserError if a flag contradicts them, or if the encoding has a different number of ids.
     """
@@ -1134,7 +1134,7 @@ def prepare_log_dir(run, resumed):
     folder, code = Path(cfg.log_dir), Path(__file__).read_bytes()
     copy = folder / "train_gpt2.py"
     if resumed and copy.exists() and copy.read_bytes() != code:
-        if run.step == cfg.max_steps:  # the new code would not train, but would evaluate and export
+        if run.step == cfg.max_steps:  # the new code would only evaluate and export old weights
             raise UserError(f"The run in {folder}/ has taken all steps, and the script was edited: "
                             f"choose a different --log_dir. (To go on anyway, delete {copy}.)")
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
