@@ -257,6 +257,11 @@ def test_a_full_disk_does_not_stop_training(place, reference):
     start_again(run.log_dir)
     assert_same(run.log_dir, reference)
 
+def test_a_run_of_no_steps_validates_samples_and_is_saved_once(place):
+    run = succeed(start(place / "no steps", max_steps=0, sample_every=5))
+    assert run.out.count("0/0 val ") == run.out.count("--- sample at step 0") == 1
+    assert run.out.count(" saved ") == 1 and names(run.log_dir) == [0]
+
 def test_nothing_is_deleted_if_the_best_step_could_not_be_saved(place):
     """Otherwise, the best of the earlier checkpoints would be lost."""
     run = succeed(start(place / "full once", arrange=[(rise_after, 15), (limit_files, 12, 16)]))
