@@ -84,14 +84,14 @@ class Config:
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
     init_from: str = "scratch"      # scratch, gpt2 to gpt2-xl, a .pt file, a run's folder or export
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
-    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: in the blocks; adamw: the rest
+    optimizer: Literal["adamw", "muon"] = "adamw"  # muon: Muon in the blocks, AdamW elsewhere
     max_lr: float = 6e-4            # peak learning rate
     muon_lr_ratio: float = 1.0      # Muon's learning rate divided by AdamW's
     min_lr: float = 6e-5            # learning rate at max_steps
     lr_shape: Literal["cosine", "linear"] = "cosine"  # shape of the decay from max_lr to min_lr
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
-    epochs: float = 0.0             # passes over the data, which replace max_steps; 0 = off
+    epochs: float = 0.0             # passes over the data, which determine max_steps; 0 = off
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -599,7 +599,7 @@ def train_step(run):
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
-            peak = group.setdefault("initial_lr", group["lr"])  # recorded at step 0; saved
+            peak = group.setdefault("initial_lr", group["lr"])  # set at step 0, then saved
             group["lr"] = peak * get_lr(run.step, cfg) / cfg.max_lr
         if not overflowed:
             run.scaler.step(optimizer)
