@@ -1,22 +1,22 @@
 """Turn FineWeb-Edu, or documents of your own, into token shards.
 
     python fineweb.py                  # sample-10BT, 100 shards of 100 M tokens
-    python fineweb.py --max_shards=10  # 1 B tokens; a later run can add shards
+    python fineweb.py --max_shards=11  # 1 B tokens; a later run can add shards
     python fineweb.py --source=my_texts --local_dir=my_shards  # a local folder
 
 Documents are streamed and never stored. A shard is a one-dimensional array of
 token ids in an .npy file: uint16, or uint32 if the encoding has more than
 65,536 ids. Each document starts with <|endoftext|> and may continue in the next
 shard. Shard 0 is for validation. You can stop the script at any moment. To
-resume, repeat the command; the shards are the same as those of a run that was
-never stopped.
+resume, repeat the command; the shards are the same as without the interruption.
 
 The first half of this file holds the helpers that all three scripts share.
-They are not in train_gpt2.py, because that file runs as __main__: if
-hellaswag.py imported it, Python would load it a second time.
+They are not in train_gpt2.py, because that file runs as __main__: importing it
+would create a second UserError, which its own `except UserError` does not catch.
 """
 import argparse
 import dataclasses
+import errno
 import functools
 import glob
 import inspect
@@ -28,9 +28,9 @@ import re
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 import types
-from collections import deque
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import get_args
@@ -51,7 +51,7 @@ class Config:
     local_dir: str = "edu_fineweb10B"          # folder in which the shards are written
     shard_size: int = 100_000_000              # tokens per shard; a token takes 2 or 4 bytes
     max_shards: int = 0                        # total number of shards to make; 0 = no limit
-    nprocs: int = 0                            # number of threads; 0 = one per CPU core
+    threads: int = 0                           # 0 = one per usable CPU core, and at most 16
     encoding: str = "gpt2"                     # a tiktoken encoding, or bytes (needs no download)
 
 # -------------------------------------------------------------- helpers that all scripts share
@@ -61,17 +61,14 @@ class UserError(Exception):
     """An error that the user can correct. main() prints its message instead of a traceback."""
 
 def summary_of(error):
-    """Return the first line of an exception's message, cut to 160 characters.
-
-    If the message is empty, return the name of the exception's class.
-    """
+    """Return the first line of an exception's message, or the name of its class if it is empty."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".: ")[:160]
 
 @functools.cache
 def encoding_arguments(name):
     """Return the arguments of tiktoken.Encoding for the encoding called `name`.
 
-    To use a tokenizer of your own, add a case here. Raise UserError if the name is unknown.
+    To use a tokenizer of your own, add a case here. Raise KeyError if the name is unknown.
     """
     if name == "bytes":
         return dict(
@@ -80,72 +77,83 @@ def encoding_arguments(name):
             mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={END_OF_TEXT: 256})
     from tiktoken_ext.openai_public import ENCODING_CONSTRUCTORS
-    if name not in ENCODING_CONSTRUCTORS:
-        raise UserError(f"encoding={name} is unknown: choose bytes, "
-                        f"{', '.join(ENCODING_CONSTRUCTORS)}.")
     return ENCODING_CONSTRUCTORS[name]()
 
 @functools.cache  # hellaswag.py calls this for each text
 def get_encoding(name, thread=0):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used.
 
-    thread: a number that identifies a thread, which then gets an Encoding of its own. If threads
-    share an Encoding, they also share the caches of its regular expression, which made two threads
-    14% to 54% slower (tests/measured/tokenize.txt). Each further Encoding for GPT-2 takes 0.04 s
-    and 11 MB.
+    thread: the number of a thread, which is only part of the cache's key: each thread gets its own
+    Encoding, in 0.04 s and 11 MB for GPT-2. If two threads share one, they also share the caches of
+    its regular expression, and are 14% to 54% slower (tests/measured/tokenize.txt).
     """
     try:
         return tiktoken.Encoding(**encoding_arguments(name))
-    except (OSError, ValueError) as e:  # the download failed or was damaged
-        raise UserError(f"The vocabulary of encoding={name} cannot be loaded ({summary_of(e)}): "
-                        f"connect to the internet once, set TIKTOKEN_CACHE_DIR to a folder that "
-                        f"contains it, or use --encoding=bytes.") from None
+    except (KeyError, OSError, ValueError) as e:  # unknown, or the download failed or was damaged
+        raise UserError(f"encoding={name} cannot be loaded ({summary_of(e)}): choose one of "
+                        f"{', '.join(tiktoken.list_encoding_names())}, connect to the internet "
+                        f"once, set TIKTOKEN_CACHE_DIR to a folder with the vocabulary, or use "
+                        f"--encoding=bytes.") from None
 
-def encode(encoding, text, special=False):
-    """Return the token ids of a text, as a one-dimensional array.
+def encode(enc, text, special=False):
+    """Return the ids of a text in a tiktoken.Encoding as an array, with the dtype of shards.
 
-    special: whether to encode the characters <|endoftext|> in the text as the special token. By
-    default, they are ordinary text.
+    special: whether the characters <|endoftext|> in the text become the special token. By default,
+    they are ordinary text.
     """
-    encode_part = functools.partial(
-        encoding.encode_to_numpy, allowed_special={END_OF_TEXT} if special else set(),
-        disallowed_special=())
     try:
-        return encode_part(text)
+        return enc.encode_to_numpy(
+            text, allowed_special={END_OF_TEXT} if special else set(), disallowed_special=()
+        ).astype(np.uint16 if enc.n_vocab <= 2**16 else np.uint32)
     except ValueError:
         # tiktoken refuses some texts, for example a million spaces before a letter. Encode such a
-        # text in parts of at most 100,000 characters, but do not cut <|endoftext|>
-        parts = re.findall(r"<\|endoftext\|>|(?:(?!<\|endoftext\|>)[\s\S]){1,100000}", text)
-        return np.concatenate([encode_part(part) for part in parts])
+        # text in parts. A part is <|endoftext|>, or up to 100,000 characters that do not contain it
+        return np.concatenate([encode(enc, part, special) for part in re.findall(
+            r"<\|endoftext\|>|(?:(?!<\|endoftext\|>)[\s\S]){1,100000}", text)])
 
-def token_dtype(encoding):
-    """Return the NumPy type in which the ids of an encoding are stored."""
-    return np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
-
-def save_tokenizer(encoding, folder, context):
-    """Save a transformers tokenizer that gives the same ids as a tiktoken encoding.
+def save_tokenizer(enc, folder, context):
+    """Save a transformers tokenizer that gives the same ids as a tiktoken.Encoding.
 
     context: the longest input of the model, in tokens.
     Raise ValueError if transformers' converter cannot handle the ids of this encoding.
     """
     from transformers import PreTrainedTokenizerFast
     from transformers.convert_slow_tokenizer import TikTokenConverter
-    arguments = encoding_arguments(encoding.name)
-    ranks = arguments["mergeable_ranks"]
-    if [*sorted(ranks.values()), encoding.eot_token] != list(range(encoding.n_vocab)):
-        raise ValueError(f"the ids of {encoding.name} have gaps, or {END_OF_TEXT} is not the last")
+    arguments = encoding_arguments(enc.name)
+    if [*sorted(arguments["mergeable_ranks"].values()), enc.eot_token] != list(range(enc.n_vocab)):
+        raise ValueError(f"the ids of {enc.name} have gaps, or {END_OF_TEXT} is not the last")
     converter = TikTokenConverter(pattern=arguments["pat_str"], extra_special_tokens=[END_OF_TEXT])
-    converter.load_tiktoken_bpe = lambda path: ranks  # instead of reading them from a file
+    converter.load_tiktoken_bpe = lambda path: arguments["mergeable_ranks"]  # not from a file
     PreTrainedTokenizerFast(
         tokenizer_object=converter.converted(), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
         unk_token=END_OF_TEXT, model_max_length=context,
         clean_up_tokenization_spaces=False).save_pretrained(folder)
+    # Version 5 of transformers calls this class TokenizersBackend, which version 4 does not know
+    path = Path(folder, "tokenizer_config.json")
+    path.write_text(path.read_text().replace(
+        f'"{PreTrainedTokenizerFast.__name__}"', '"PreTrainedTokenizerFast"'))
+
+def same_tokenizer(source, enc):
+    """Return whether a Hugging Face model's tokenizer gives the ids of a tiktoken.Encoding.
+
+    source: a folder or a name on the hub. For OpenAI's models, use only local files. If there is no
+    tokenizer, or if it cannot be loaded (for example offline), return True.
+    """
+    # The text begins with a space, because some tokenizers put one before each text
+    text = " It doesn't see naïve 日本語:\n\n\tfor i in range(1234567):  return x_i;\n"
+    try:
+        from transformers import AutoTokenizer
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, local_files_only=str(source).startswith(("gpt2", "openai-community/")))
+        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
+    except Exception:  # errors of the hub, HTTP, tokenizers, ... have no common class
+        return True
+    return ids in ([], enc.encode_ordinary(text))  # []: transformers made an empty tokenizer
 
 def write_whole(path, write):
     """Write a file so that `path` never holds a half-written file, not even after a power cut.
 
-    write(file) writes the content to a temporary file, which is then flushed to the disk and
-    renamed to `path`.
+    write(file) writes the content to a temporary file, which is flushed to the disk and renamed.
     """
     part = path.with_name(path.name + ".part")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -161,10 +169,9 @@ def write_whole(path, write):
 def lock_folder(name, folder):
     """Lock a folder so that no other run uses it. Create it if needed. Return the lock.
 
-    The caller must keep a reference to the lock, which is released when the object is deleted or
-    when this process ends for any reason.
+    The caller must keep a reference to the lock. It is released when the object is deleted or this
+    process ends. Raise UserError if the folder cannot be used or another process holds the lock.
     name: the name of the setting, for error messages.
-    Raise UserError if the folder cannot be used or another process holds the lock.
     """
     import filelock  # torch and datasets depend on it, so it is always installed
     lock = filelock.FileLock(Path(folder, ".lock"))
@@ -174,20 +181,29 @@ def lock_folder(name, folder):
     except filelock.Timeout:
         raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose a "
                         f"different {name}.") from None
-    except NotImplementedError:  # some network disks do not support locks
-        print(f"{folder}/ cannot be locked: make sure that no other run uses it.")
-    except OSError as e:
-        raise UserError(f"{name}={folder} cannot be used ({summary_of(e)}): choose a folder in "
-                        f"which files can be written.") from None
+    except (NotImplementedError, OSError) as e:
+        # Some network disks do not support locks. Old versions of filelock do not pass the errno on
+        if getattr(e, "errno", errno.ENOLCK) not in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
+            raise UserError(f"{name}={folder} cannot be used ({summary_of(e)}): choose a folder in "
+                            f"which files can be written.") from None
+        show(f"{folder}/ cannot be locked: make sure that no other run uses it.")
     return lock
 
-def parse_flags(cls, doc, presets=None):
+def show(line):
+    """Print a line above the progress bar. If stdout is closed (`| head -1`), stop printing."""
+    try:
+        tqdm.write(line)
+    except (OSError, AttributeError):
+        sys.stdout = None
+
+def parse_flags(cls, doc, presets=None, argv=None):
     """Parse the command line; return {name: value} of the flags that were given.
 
     cls: a dataclass. Each field of type int, float, str, bool or Literal is a flag, and --help
     prints the comment at the end of its line.
     doc: the text that --help prints above the flags.
     presets: {name: {field: value}}. --help prints these values after the default.
+    argv: a list of words to parse instead of the command line, for use in a notebook.
     Raise UserError for an unknown flag or a value of the wrong type.
     """
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
@@ -195,153 +211,144 @@ def parse_flags(cls, doc, presets=None):
     # {name: comment} of lines such as "    seed: int = 1337    # determines the initial weights"
     comments = dict(re.findall(r"^ +(\w+) *:[^#\n]*# *(.*)$", inspect.getsource(cls), re.M))
     for field in dataclasses.fields(cls):
-        values = [f"in {preset} {constants[field.name]!r}"
-                  for preset, constants in (presets or {}).items() if field.name in constants]
-        text = f"{comments.get(field.name, '')} [{', '.join([repr(field.default), *values])}]"
+        values = [repr(field.default)] + [
+            f"in {preset} {constants[field.name]!r}"
+            for preset, constants in (presets or {}).items() if field.name in constants]
         choices = (True, False) if field.type is bool else get_args(field.type) or None
-        # If there are choices, "true" and "false", in upper or lower case, are converted to bool
+        # Where there are choices, "true" and "false", in upper or lower case, are converted to bool
         parser.add_argument(
-            f"--{field.name}", default=argparse.SUPPRESS, help=text.replace("%", "%%"),
-            choices=choices, metavar="|".join(map(str, choices or ["X"])),
-            type=(lambda text: {"true": True, "false": False}.get(text.lower(), text)) if choices
-            else field.type)
-
+            f"--{field.name}", default=argparse.SUPPRESS, choices=choices,
+            help=f"{comments.get(field.name, '')} [{', '.join(values)}]".replace("%", "%%"),
+            metavar="|".join(map(str, choices or ["X"])),
+            type=(lambda word: {"true": True, "false": False}.get(word.lower(), word))
+            if choices else field.type)
     def refuse(message):
         raise UserError(f"{message} (--help lists every flag).")
     parser.error = refuse
-    return vars(parser.parse_args())
+    return vars(parser.parse_args(argv))
 
 # ----------------------------------------------------------------------------------- documents
-# Find the files of the corpus and stream their documents. Each row of a parquet file and each line
-# of a jsonl file holds one document, and both are called rows here
+# Find and read the corpus. A row of a parquet file or a line of a jsonl file is a document
 SUFFIXES = (".parquet", ".jsonl", ".jsonl.gz")
-BATCH = 64  # rows that are read and tokenized together
+GROUP = 64  # documents that are read and tokenized together
 
 def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
 
-    Hidden files and folders are left out. If a local folder also has files that end in none of
-    SUFFIXES, their names are printed.
-    Raise UserError if `source` is neither a local folder nor a dataset that can be reached.
+    Files that are hidden or end in none of SUFFIXES are left out. Linked folders are read, but each
+    one only once. Raise UserError if `source` is neither a local folder nor a dataset on the hub.
     """
     if os.path.isdir(source):
-        paths = [path for path in sorted(Path(source).rglob("*")) if path.is_file()
-                 and "/." not in f"/{path.relative_to(source).as_posix()}"]
-        if others := [path.name for path in paths if not path.name.endswith(SUFFIXES)]:
-            print(f"Only {', '.join(SUFFIXES)} files are read, not {', '.join(others)[:160]}")
-        return [(str(path), path.stat().st_size) for path in paths if path.name.endswith(SUFFIXES)]
+        paths, first_path = set(), {}
+        # If several paths lead to a folder, use the first. Those without links come first
+        for folder, subfolders, names in itertools.chain(
+                os.walk(source), os.walk(source, followlinks=True)):
+            is_first = first_path.setdefault(os.path.realpath(folder), folder) == folder
+            subfolders[:] = sorted(name for name in subfolders if is_first and name[0] != ".")
+            paths |= {Path(folder, name) for name in names
+                      if is_first and name[0] != "." and name.endswith(SUFFIXES)}
+        # Use the real folder, because `datasets` finds no file whose path has both [ and a link
+        return [(os.path.join(os.path.realpath(path.parent), path.name), path.stat().st_size)
+                for path in sorted(paths) if path.is_file()]
     import datasets
     import fsspec  # datasets depends on it, so it is always installed
     try:
         builder = datasets.load_dataset_builder(source, remote_name)
-        urls = (builder.config.data_files or {}).get("train", [])
-        return [(url, fsspec.url_to_fs(url)[0].size(url)) for url in urls if url.endswith(SUFFIXES)]
+        return [(url, fsspec.url_to_fs(url)[0].size(url))
+                for url in (builder.config.data_files or {}).get("train", [])
+                if url.endswith(SUFFIXES)]
     except Exception as e:  # its class depends on the HTTP library
         raise UserError(f"source={source} is not a folder here, and its remote_name={remote_name} "
                         f"cannot be fetched from {datasets.config.HF_ENDPOINT} ({summary_of(e)}): "
-                        f"check both names and the network, or try a mirror: "
-                        f"HF_ENDPOINT=https://hf-mirror.com.") from None
+                        f"check the network, the names, and HF_ENDPOINT.") from None
 
 def open_stream(url):
-    """Return an IterableDataset with the rows of a file. A row is a dict with the key "text".
+    """Return an IterableDataset with the documents of a file, dicts with the key "text".
 
-    In a parquet file, row["text"] is None or the text as bytes, because a column of strings may
-    hold bytes that are not UTF-8. In other files, it is a whole line, which text_of() parses. (The
-    "json" format of `datasets` does not accept lines with different keys.)
+    In a parquet file, the value is None or the text as bytes, which need not be valid UTF-8. In
+    other files, it is a whole line, which text_of() parses. (The "json" format of `datasets` does
+    not accept lines with different keys.)
     """
     import datasets
     datasets.config.TORCH_AVAILABLE = False  # else it imports torch: 2 s and 150 MB
     datasets.config.STREAMING_READ_MAX_RETRIES = 5  # with the default, 20, it may wait 20 minutes
-    file_format, options = "text", dict(encoding_errors="replace")
-    if url.endswith(".parquet"):
-        file_format, options = "parquet", dict(
-            columns=["text"], batch_size=BATCH,
-            features=datasets.Features({"text": datasets.Value("large_binary")}))
-    return datasets.load_dataset(file_format, data_files=glob.escape(url), split="train",
-                                 streaming=True, **options)
+    options = dict(path="text", encoding_errors="replace") if not url.endswith(".parquet") else (
+        dict(path="parquet", columns=["text"], batch_size=GROUP,
+             features=datasets.Features(text=datasets.Value("large_binary"))))
+    # `datasets` makes a cache, which streaming does not use. Its default location may be read-only
+    with tempfile.TemporaryDirectory() as cache:
+        return datasets.load_dataset(data_files=glob.escape(url), split="train", streaming=True,
+                                     cache_dir=cache, **options)
 
 def text_of(value):
-    """Return the text of a document, or "" if it is empty.
+    """Return the text of a document, or "" if it is empty. value: see open_stream().
 
-    value: row["text"] from open_stream().
-    Raise ValueError if a line is not a JSON object whose "text" is a string or null.
+    Raise an exception if a line is not a JSON object whose "text" is a string or null.
     """
     if not isinstance(value, str):  # from a parquet file
         return (value or b"").decode("utf-8", "replace")
-    # A blank line is an empty document
     document = json.loads(value.strip("\ufeff \t\n\v\f\r") or '{"text": ""}')
-    if not (isinstance(document, dict) and "text" in document
-            and isinstance(document["text"], str | None)):
-        found = [*document] if isinstance(document, dict) else document
-        raise ValueError(f"a string with the key 'text' is needed, and there is {found}")
     # Replace lone surrogates (for example half of an emoji), which tiktoken does not accept
     return (document["text"] or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
-def read_batches(urls, start):
-    """Yield (file number, number of the first row, texts) for each batch of rows.
+def read_groups(urls, start):
+    """Yield (number of the file, number of the first document, texts) for each group of documents.
 
-    start: where to start, as {"file": number of a file, "row": number of a row in it}.
-    Raise UserError if a file cannot be read.
+    start: a position, as in manifest.json. Raise UserError if a file cannot be read.
     """
     for number in range(start["file"], len(urls)):
-        row = start["row"] if number == start["file"] else 0
+        document = start["document"] if number == start["file"] else 0
         try:
-            for batch in open_stream(urls[number]).skip(row).iter(batch_size=BATCH):
-                first_row, texts = row, []
-                for value in batch["text"]:
+            for group in open_stream(urls[number]).skip(document).iter(batch_size=GROUP):
+                first, texts = document, []
+                for value in group["text"]:
                     texts.append(text_of(value))
-                    row += 1  # one at a time, because the message below names the row
-                yield number, first_row, texts
+                    document += 1  # here, because the message below names the document
+                yield number, first, texts
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            raise UserError(f"{urls[number]} cannot be read from row {row + 1} on "
+            raise UserError(f"{urls[number]} cannot be read from document {document + 1} on "
                             f"({type(e).__name__}: {' '.join(str(e).split())[:160]}): repair the "
                             f"file or the network, and repeat the command to resume.") from None
 
 # ------------------------------------------------------------------------------------- shards
-# Tokenize batches in threads and cut their tokens into shards. manifest.json lists the finished
-# shards, the position in the corpus where each of them ends, and the settings that determine their
-# content. For example, {"file": 2, "row": 320, "used": 1200} is the position 1,200 tokens into the
-# batch that begins at row 320 of file 2. A resumed run starts at the last recorded position
-def tokenize(texts, encoding_name):
+# Tokenize groups in threads and cut their tokens into shards. manifest.json lists the finished
+# shards, the position in the corpus where each of them ends, and the settings. For example,
+# {"file": 2, "document": 320, "used": 1200} is the position 1,200 tokens into the group that begins
+# at document 320 of file 2. A resumed run starts at the last such position
+def tokenize(texts, encoding):
     """Return the tokens (n,) of a list of texts, with an <|endoftext|> token before each text.
 
-    If a text itself contains the characters "<|endoftext|>", they are encoded as ordinary text.
-    Blank texts are skipped.
+    The characters "<|endoftext|>" in a text are encoded as ordinary text. Blank texts are skipped.
     """
-    encoding = get_encoding(encoding_name, threading.get_ident())
-    parts = [np.insert(encode(encoding, text), 0, encoding.eot_token)
-             for text in texts if text.strip()]
-    # The empty array is for batches in which all texts are blank
-    return np.concatenate([np.empty(0, int), *parts]).astype(token_dtype(encoding))
+    enc = get_encoding(encoding, threading.get_ident())
+    parts = [np.insert(encode(enc, text), 0, enc.eot_token) for text in texts if text.strip()]
+    return np.concatenate([encode(enc, ""), *parts])  # "": all texts may be blank
 
-def tokenize_all(batches, encoding_name, nprocs):
-    """Tokenize batches in nprocs threads. tiktoken releases the GIL while it works.
+def tokenize_all(groups, encoding, threads):
+    """Tokenize groups in the given number of threads. tiktoken releases the GIL while it works.
 
-    For each batch, yield (file number, first row, Future of its tokens), in the order of the
-    batches. At most 3 * nprocs batches are in memory.
+    For each group, yield (file number, first document, Future of its tokens), in the order of the
+    groups. At most 3 * threads groups are in memory.
     """
-    jobs = deque()
-    with ThreadPoolExecutor(nprocs) as threads:
-        for number, row, texts in batches:
-            jobs.append((number, row, threads.submit(tokenize, texts, encoding_name)))
-            if len(jobs) == 3 * nprocs:
-                yield jobs.popleft()
+    jobs = []
+    with ThreadPoolExecutor(threads) as pool:
+        for number, document, texts in groups:
+            jobs.append((number, document, pool.submit(tokenize, texts, encoding)))
+            if len(jobs) == 3 * threads:
+                yield jobs.pop(0)
         yield from jobs
 
 def cut_shards(jobs, shard_size, dtype, start, n_files):
     """Cut tokens into shards. For each one, yield its tokens (n,) and the position where it ends.
 
-    jobs: what tokenize_all() yields, beginning with the batch in which the first shard begins.
-    start: the position where the first shard begins.
-    n_files: the number of files. The end of the corpus is recorded as row 0 of file n_files.
+    jobs: what tokenize_all() yields, from the group on in which the first shard begins (`start`).
+    n_files: the number of files. The end of the corpus is recorded as document 0 of file n_files.
     The yielded array is overwritten with the next shard.
     """
-    shard = np.empty(shard_size, dtype)
-    # filled: how many tokens are in `shard`. used: how many tokens of the current batch are already
-    # in shards
-    filled, used = 0, start["used"]
-    # disable=None means: show the progress only on a terminal
-    for number, row, job in tqdm(jobs, unit=" documents", unit_scale=BATCH, disable=None):
+    # filled: tokens in `shard` so far. used: tokens of the current group that are already in shards
+    shard, filled, used = np.empty(shard_size, dtype), 0, start["used"]
+    # With disable=None, tqdm shows the progress only on a terminal
+    for number, document, job in tqdm(jobs, unit=" documents", unit_scale=GROUP, disable=None):
         tokens = job.result()
         while used < len(tokens):
             part = tokens[used:used + shard_size - filled]
@@ -349,82 +356,66 @@ def cut_shards(jobs, shard_size, dtype, start, n_files):
             filled += len(part)
             used += len(part)
             if filled == shard_size:
-                yield shard, {"file": number, "row": row, "used": used}
+                yield shard, {"file": number, "document": document, "used": used}
                 filled = 0
         used = 0
     if filled:
-        yield shard[:filled], {"file": n_files, "row": 0, "used": 0}
+        yield shard[:filled], {"file": n_files, "document": 0, "used": 0}
 
-def settings_of(cfg, files, shards):
-    """Return the "settings" of the manifest: everything that determines the content of `shards`.
+def manifest_of(cfg, files, shards):
+    """Return the content of manifest.json: "settings" and "shards" in JSON, as bytes.
 
-    The result is a dict with shard_size, the encoding, and the name and size of each file from
-    which the shards were made.
-    files: [(path or URL, size in bytes)] of the whole corpus. shards: entries of the manifest.
+    The settings are everything that determines the content of the shards: shard_size, the encoding,
+    and the names and sizes of the files up to the one in which the last shard ends.
+    files: [(path or URL, size in bytes)] of the whole corpus. shards: the entries of the shards.
     """
-    # The shards were made from the files up to the one in which the last shard ends
-    used_files = files[:shards[-1]["file"] + 1] if shards else []
-    return {"shard_size": cfg.shard_size, "encoding": cfg.encoding} | {
-        f"file {number}": f"{os.path.basename(url)}, {size} bytes"
-        for number, (url, size) in enumerate(used_files)}
+    used_files = files[:shards[-1]["end"]["file"] + 1] if shards else []
+    return json.dumps({
+        "settings": {"shard_size": cfg.shard_size, "encoding": cfg.encoding} | {
+            f"file {number}": f"{os.path.basename(url)}, {size} bytes"
+            for number, (url, size) in enumerate(used_files)},
+        "shards": shards}, indent=1).encode()
 
 def find_finished(cfg, files):
     """Return the manifest's entries for the shards in local_dir that need not be made again.
 
-    If a shard was deleted, it and all later shards are made again.
-    Raise UserError if the settings have changed. But if there is only a validation shard, return
-    [], so that it is made again. (A run whose shard_size is larger than the corpus leaves only it.)
+    If a shard was deleted, it and all later shards are made again. The validation shard is also
+    made again if there are no training shards. Raise UserError if the settings have changed.
     """
-    folder = Path(cfg.local_dir)
-    if not any(folder.glob("*.npy")):  # the first run
+    path = Path(cfg.local_dir, "manifest.json")
+    if not any(path.parent.glob("*_train_*.npy")):
         return []
-    try:
-        manifest = json.loads((folder / "manifest.json").read_bytes())
-        shards = manifest["shards"]
-        before, now = manifest["settings"], settings_of(cfg, files, shards)
-        reasons = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
-                   for name in before | now if before.get(name) != now.get(name)]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        reasons = [f"manifest.json, which says how they were made, cannot be read: {summary_of(e)}"]
-    if not reasons:
-        return list(itertools.takewhile(lambda entry: (folder / entry["name"]).exists(), shards))
-    if any(folder.glob("*_train_*.npy")):
-        raise UserError(f"The shards in {folder}/ were made with different settings or files "
-                        f"({'; '.join(reasons[:3])}): undo this change, or choose a different "
-                        f"--local_dir.")
-    return []
-
-def write_manifest(cfg, files, shards):
-    """Write manifest.json: the entries of these shards, and the settings they were made with."""
-    content = json.dumps({"settings": settings_of(cfg, files, shards), "shards": shards}, indent=1)
-    write_whole(Path(cfg.local_dir, "manifest.json"), lambda file: file.write(content.encode()))
+    before, shards = ([json.loads(path.read_bytes())[key] for key in ("settings", "shards")]
+                      if path.exists() else ({}, []))  # other scripts write no manifest
+    now = json.loads(manifest_of(cfg, files, shards))["settings"]
+    changes = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
+               for name in before | now if before.get(name) != now.get(name)]
+    if changes:
+        raise UserError(f"The shards in {path.parent}/ were made with different settings or files "
+                        f"({'; '.join(changes[:3])}): undo this, or choose another --local_dir.")
+    return list(itertools.takewhile(lambda entry: path.with_name(entry["name"]).exists(), shards))
 
 def add_shards(cfg, files, shards):
-    """Make the remaining shards. Return the manifest's entries for all shards, old and new.
+    """Make the shards that are missing. Return the manifest's entries for all shards.
 
-    shards: the entries of those that are finished. Raise UserError if a file cannot be read, and
-    OSError if a shard cannot be written.
+    shards: the entries of finished shards. Raise OSError if a shard cannot be written.
     """
-    encoding = get_encoding(cfg.encoding)
-    # An entry of the manifest also has the position where its shard ends
-    start = shards[-1] if shards else {"file": 0, "row": 0, "used": 0}
-    write_manifest(cfg, files, shards)  # the old one may list shards that were deleted
-    jobs = tokenize_all(read_batches([url for url, size in files], start), cfg.encoding,
-                        nprocs=cfg.nprocs or os.cpu_count())
-    new_shards = cut_shards(jobs, shard_size=cfg.shard_size, dtype=token_dtype(encoding),
+    enc, manifest = get_encoding(cfg.encoding), Path(cfg.local_dir, "manifest.json")
+    start = shards[-1]["end"] if shards else {"file": 0, "document": 0, "used": 0}
+    jobs = tokenize_all(read_groups([url for url, size in files], start), cfg.encoding, cfg.threads)
+    new_shards = cut_shards(jobs, shard_size=cfg.shard_size, dtype=encode(enc, "").dtype,
                             start=start, n_files=len(files))
     n_missing = max(0, cfg.max_shards - len(shards)) if cfg.max_shards else None  # None: no limit
     for tokens, end in itertools.islice(new_shards, n_missing):
         # Use build-nanogpt's file names, whatever the corpus is
         name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
-        # np.save() writes to a real file from C, and does not notice a full disk. So give it an
-        # object whose only attribute is the file's write() method
-        write_whole(Path(cfg.local_dir, name),
+        # To a real file, np.save() writes from C and does not notice a full disk
+        write_whole(manifest.with_name(name),
                     lambda file: np.save(types.SimpleNamespace(write=file.write), tokens))
         shards = [*shards, {"name": name, "tokens": len(tokens), "documents": int(
-            np.count_nonzero(tokens == encoding.eot_token)), **end}]
-        write_manifest(cfg, files, shards)
-        tqdm.write(f"{name}: {len(tokens):,} tokens, {shards[-1]['documents']:,} documents")
+            np.count_nonzero(tokens == enc.eot_token)), "end": end}]
+        write_whole(manifest, lambda file: file.write(manifest_of(cfg, files, shards)))
+        show(f"{name}: {len(tokens):,} tokens, {shards[-1]['documents']:,} documents")
     return shards
 
 def make_shards(cfg):
@@ -433,56 +424,56 @@ def make_shards(cfg):
     Raise UserError for anything that the user can correct.
     """
     # train_gpt2.py reads T + 1 tokens at a time, and T is 1024 by default
-    for name, lowest in (("shard_size", 1025), ("max_shards", 0), ("nprocs", 0)):
-        if getattr(cfg, name) < lowest:
-            raise UserError(f"{name}={getattr(cfg, name)}: it must be {lowest} or more.")
+    if cfg.shard_size < 1025 or cfg.max_shards < 0 or cfg.threads < 0:
+        raise UserError(f"shard_size={cfg.shard_size}, max_shards={cfg.max_shards}, threads="
+                        f"{cfg.threads}: they must be at least 1025, 0 and 0.")
+    # Not all cores may be available, for example in a container. The thread that reads documents
+    # supplies 26 M tokens/s, and each of the others tokenizes about 2 M tokens/s
+    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     cfg = dataclasses.replace(cfg, source=os.path.expanduser(cfg.source),
-                              local_dir=os.path.expanduser(cfg.local_dir))
+                              local_dir=os.path.expanduser(cfg.local_dir),
+                              threads=cfg.threads or min(16, n_cores))
     files = find_files(cfg.source, cfg.remote_name)
     lock = lock_folder("local_dir", cfg.local_dir)  # noqa: F841  lasts until this function returns
     try:
         shards = add_shards(cfg, files, find_finished(cfg, files))
     except OSError as e:
         raise UserError(f"local_dir={cfg.local_dir} cannot be written ({summary_of(e)}): free disk "
-                        f"space or allow writing, and repeat the command to resume after the last "
-                        f"finished shard.") from None
+                        f"space or allow writing, and repeat the command to resume.") from None
     tokens = sum(entry["tokens"] for entry in shards)
     if len(shards) < 2:
         raise UserError(f"{cfg.local_dir}/ holds {tokens:,} tokens, at most a validation shard, so "
                         f"there is nothing to train on. Use more text in {', '.join(SUFFIXES)} "
                         f"files, a larger --max_shards, or a smaller --shard_size.")
-    print(f"{cfg.local_dir}/: {sum(entry['documents'] for entry in shards):,} documents, "
-          f"{tokens:,} tokens in {len(shards)} shards\nTo train on them: python train_gpt2.py "
-          f"{shlex.quote(f'--data={cfg.local_dir}')} --encoding={cfg.encoding}")
+    show(f"{cfg.local_dir}/: {sum(entry['documents'] for entry in shards):,} documents, "
+         f"{tokens:,} tokens in {len(shards)} shards\nTo train on them: python train_gpt2.py "
+         f"{shlex.quote(f'--data={cfg.local_dir}')} --encoding={cfg.encoding}")
 
 # -------------------------------------------------------------------------------- command line
 def end_at_once(signal_number, frame):
-    """Handle Ctrl-C and SIGTERM: print one line and end the process, whatever it is doing.
+    """Handle Ctrl-C: print one line and end the process, whatever it is doing.
 
-    Raising KeyboardInterrupt is not safe. If it arrives while a library holds a lock, the lock
-    may stay locked, and the process hangs during clean-up. No clean-up is needed here: finished
-    shards are on the disk, the next run replaces a half-written file, and the operating system
-    releases the folder's lock.
+    If KeyboardInterrupt were raised while a library holds a lock, the process might hang during
+    clean-up. No clean-up is needed: finished shards are on the disk, the next run replaces a
+    half-written file, and the operating system releases the folder's lock.
     """
     os.write(2, b"\nStopped. Repeat the command to resume after the last finished shard.\n")
     os._exit(128 + signal_number)
 
-def main():
-    """Do what the command line asks. Return the exit status: None or an error message."""
+def main(argv=None):
+    """Do what the command line, or argv, asks. Return the exit status, None or an error message."""
+    sys.stderr = sys.stderr or open(os.devnull, "w")  # it is None after 2>&-, and tqdm would hang
     if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
         sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
-    for signal_number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signal_number, end_at_once)
+    signal.signal(signal.SIGINT, end_at_once)
     logging.disable(logging.CRITICAL)  # `datasets` logs a line for each attempt to reach the hub
-    # tqdm's default lock is a semaphore, which Python may report as leaked after end_at_once(). An
-    # RLock avoids this
+    # tqdm's default lock is a semaphore, which Python may report as leaked after end_at_once()
     tqdm.set_lock(threading.RLock())
     try:
-        # Leave the docstring's last paragraph out of --help. It is for readers of the code
-        cfg = Config(**parse_flags(Config, __doc__.rpartition("\n\n")[0]))
-        # Work in another thread, so that this one can handle signals at once. It could not do so
-        # during a call that waits for the network
-        ThreadPoolExecutor(1).submit(make_shards, cfg).result()
+        # --help omits the docstring's last paragraph, which is for readers of the code
+        flags = parse_flags(Config, __doc__.rpartition("\n\n")[0], argv=argv)
+        # The main thread only waits, so that it can handle Ctrl-C during calls to the network
+        ThreadPoolExecutor(1).submit(make_shards, Config(**flags)).result()
     except UserError as e:
         return f"fineweb.py: {e}"
 

@@ -4,9 +4,9 @@
     python hellaswag.py -m gpt2-xl -d cuda      # any causal LM on the hub
     python hellaswag.py -m log/hf --limit 1000  # your own model
 
-In Python, with a function `encode` that turns a text into the model's token ids:
+In Python, with a function that returns the model's token ids for a text, as a list:
 
-    evaluate(model, prepare(iterate_examples("val"), model, encode))
+    evaluate(model, prepare(iterate_examples("val"), model, text_to_ids))
 
 HellaSwag (arXiv:1905.07830) asks which of four endings best completes a text. Its validation split
 has 10,042 questions such as this one, where "label" is the index of the correct ending:
@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from fineweb import UserError, get_encoding, summary_of, write_whole
+from fineweb import UserError, get_encoding, same_tokenizer, summary_of, write_whole
 
 DATA = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 TOTAL = 10_042    # questions in the validation split
@@ -60,9 +60,9 @@ class Score(NamedTuple):
     n_truncated: int  # number of questions whose context was truncated to fit
 
 # ----------------------------------------------------------------------------------- questions
-# Download the questions once, and check them whenever they are read
+# Download the questions once, and check their number each time they are read
 def iterate_examples(split="val"):
-    """Return an iterator over HellaSwag's questions in file order, after checking all of them.
+    """Return an iterator over HellaSwag's questions in file order, after counting them.
 
     Each question is a dict with at least "ctx" (text), "endings" (4 texts) and "label" (int). If
     DATA is missing, they are first downloaded and saved there. Raise UserError if that fails or if
@@ -73,24 +73,15 @@ def iterate_examples(split="val"):
     if not DATA.exists():
         download()
     try:
-        return iter(checked_examples(
-            [json.loads(line) for line in DATA.read_bytes().splitlines()]))
+        examples = [json.loads(line) for line in DATA.read_bytes().splitlines()]
+        for example in examples:
+            example["label"] = int(example["label"])  # on the hub, labels are strings
+        if len(examples) != TOTAL:
+            raise ValueError(f"{len(examples):,} of {TOTAL:,} questions")
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{DATA} is damaged ({summary_of(e)}): delete it, and it will be "
                         f"downloaded again.") from None
-
-def checked_examples(examples):
-    """Return the questions with their labels converted to int (on the hub they are text).
-
-    Raise ValueError or KeyError if the number of questions or a label is wrong.
-    """
-    if len(examples) != TOTAL:
-        raise ValueError(f"{len(examples):,} of {TOTAL:,} questions")
-    for example in examples:
-        example["label"] = int(example["label"])
-        if example["label"] not in range(4):
-            raise ValueError(f"the label {example['label']}")
-    return examples
+    return iter(examples)
 
 def download():
     """Download the validation split from the hub and write it to DATA, one question per line.
@@ -106,7 +97,7 @@ def download():
         path = hf_hub_download("Rowan/hellaswag", "default/validation/0000.parquet",
                                repo_type="dataset", endpoint=hub,
                                revision="refs/convert/parquet")  # a branch that the hub creates
-        examples = checked_examples(parquet.read_table(path).to_pylist())
+        examples = parquet.read_table(path).to_pylist()
         write_whole(DATA, lambda file: file.writelines(
             json.dumps(example).encode() + b"\n" for example in examples))
     except Exception as e:  # errors of the hub's client, HTTP and pyarrow have no common class
@@ -120,17 +111,14 @@ def gpt2_encode(text):
     """Return the ids of a text in GPT-2's encoding, with "<|endoftext|>" as ordinary text."""
     return get_encoding("gpt2").encode_ordinary(text)
 
-def tokenize(example, encode=gpt2_encode):
-    """Return the token ids of a question: (context, [4 endings]).
-
-    encode: a function from a text to its token ids.
-    """
-    # An ending is encoded with a space before it. Some tokenizers put a start token or a space of
-    # their own in front of every text, which is not wanted here. So encode "a " + ending, and drop
-    # the first len(encode("a")) ids, those of "a" and of what the tokenizer put in front of it
-    n_removed = len(encode("a"))
-    return encode(example["ctx"]), [encode("a " + ending)[n_removed:]
-                                    for ending in example["endings"]]
+def question_to_ids(example, text_to_ids=gpt2_encode):
+    """Return the token ids of a question: (context, [4 endings]), all of them lists."""
+    # An ending continues the context, so its ids are those of " " + ending. But some tokenizers put
+    # a start token or a space of their own before each text. So encode "a " + ending, and drop as
+    # many ids as "a" alone has: those of "a" and of whatever the tokenizer put before it
+    n_dropped = len(text_to_ids("a"))
+    return text_to_ids(example["ctx"]), [text_to_ids("a " + ending)[n_dropped:]
+                                         for ending in example["endings"]]
 
 def join_and_pad(rows):
     """Join contexts and endings, pad with 0, and return (tokens, mask), both (R, N) int64.
@@ -148,15 +136,15 @@ def render_example(example):
     Return (data, tokens (4, N), mask (4, N), label). data is a dict with the token ids of the
     context and the endings, and the label. For tokens and mask, see join_and_pad().
     """
-    context, endings = tokenize(example)
+    context, endings = question_to_ids(example)
     data = {"context": context, "endings": endings, "label": example["label"]}
     return data, *join_and_pad([(context, ending) for ending in endings]), example["label"]
 
-def prepare(examples, model, encode=gpt2_encode):
+def prepare(examples, model, text_to_ids=gpt2_encode):
     """Tokenize questions for a model. Return a Prepared.
 
     examples: dicts like those from iterate_examples().
-    encode: a function from a text to the model's token ids.
+    text_to_ids: a function from a text to a list of the model's token ids.
     The model's context length is block_size or max_position_embeddings in its config, or 1024 if
     the config has neither. The model's device determines the size of a batch.
     """
@@ -165,12 +153,13 @@ def prepare(examples, model, encode=gpt2_encode):
     block_size = getattr(config, "block_size", getattr(config, "max_position_embeddings", 1024))
     rows, labels, n_tokens, n_truncated = [], [], [], 0
     for example in examples:
-        context, endings = tokenize(example, encode)
+        context, endings = question_to_ids(example, text_to_ids)
         endings = [ending[:block_size] for ending in endings]
         n_tokens.append([len(ending) for ending in endings])
         # A row has at most block_size + 1 tokens, because its last token is only a target. Truncate
-        # the context, which all four rows share, from the left
-        room_for_context = block_size + 1 - max(n_tokens[-1])  # at least 1
+        # the context, which all four rows share, from the left. At least one token of it is left,
+        # because an ending has at most block_size tokens
+        room_for_context = block_size + 1 - max(map(len, endings))
         n_truncated += len(context) > room_for_context
         rows += [(context[-room_for_context:], ending) for ending in endings]
         labels.append(example["label"])
@@ -196,7 +185,7 @@ def make_batches(rows, batch_tokens):
         batches.append((row_numbers, *join_and_pad([rows[number] for number in row_numbers])))
     return batches
 
-def prepare_on_all_ranks(model, encode):
+def prepare_on_all_ranks(model, text_to_ids):
     """Return all questions as a Prepared, the same on every rank, or None if they are unavailable.
 
     Only rank 0 reads or downloads them. If that fails, it prints the reason.
@@ -210,7 +199,7 @@ def prepare_on_all_ranks(model, encode):
             print(f"HellaSwag is off: {e}", flush=True)
     if n_ranks > 1:
         dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
-    return prepare(box[0], model, encode) if box[0] else None
+    return prepare(box[0], model, text_to_ids) if box[0] else None
 
 # ------------------------------------------------------------------------------------ scoring
 # Compute the loss of each ending. A model only has to return logits for token ids
@@ -248,12 +237,12 @@ def ending_losses(model, tokens, mask):
     # A train_gpt2.GPT returns (logits, loss). A transformers model returns an object with logits,
     # and a plain function returns the logits (R, N - 1, V) themselves
     logits = output[0] if isinstance(output, tuple) else getattr(output, "logits", output)
-    # For each of the n targets that belong to an ending, find its loss and its row, both (n,).
-    # nonzero() lists these targets in the same order as indexing with in_ending
-    token_losses = F.cross_entropy(logits[in_ending].float(), targets[in_ending], reduction="none")
-    row_of_token = in_ending.nonzero()[:, 0].cpu()
+    # The rows and positions of the n targets that belong to an ending, both (n,)
+    rows, positions = in_ending.nonzero(as_tuple=True)
+    token_losses = F.cross_entropy(logits[rows, positions].float(), targets[rows, positions],
+                                   reduction="none")
     sums = torch.zeros(len(tokens), dtype=torch.float64)  # on the CPU, since MPS has no float64
-    return sums.index_add_(0, row_of_token, token_losses.cpu().double())
+    return sums.index_add_(0, rows.cpu(), token_losses.cpu().double())
 
 def evaluate(model, examples, progress=False):
     """Return the model's Score. It is the same on every rank and for any number of ranks.
@@ -261,8 +250,8 @@ def evaluate(model, examples, progress=False):
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
     precision with torch.autocast.
-    examples: the questions, as a Prepared. For a model with GPT-2's encoding, dicts like those from
-    iterate_examples() also work.
+    examples: the questions, tokenized by prepare(). For a model with GPT-2's encoding, dicts like
+    those from iterate_examples() also work.
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """
@@ -298,21 +287,26 @@ def load_model(name, device):
             name, use_safetensors=True, trust_remote_code=False, output_loading_info=True)
         if info["missing_keys"]:
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
-        encode = gpt2_encode
-        if model.config.vocab_size != 50257:  # its tokenizer is not GPT-2's
-            encode = transformers.AutoTokenizer.from_pretrained(
+        text_to_ids = gpt2_encode
+        if model.config.vocab_size != 50257 or not same_tokenizer(name, get_encoding("gpt2")):
+            text_to_ids = transformers.AutoTokenizer.from_pretrained(
                 name, trust_remote_code=False).encode
-            if not encode("a"):  # transformers returns an empty tokenizer if the folder has none
+            if not text_to_ids("a"):  # transformers makes an empty tokenizer if there is none
                 raise ValueError("it has no tokenizer")
         model.config.use_cache = False  # saves memory: 5 GB of keys and values with GPT-2 XL
-        return model.float().to(device).eval(), encode
+        return model.float().to(device).eval(), text_to_ids
+    except UserError:  # GPT-2's vocabulary could not be downloaded
+        raise
     except Exception as e:  # errors of the hub, HTTP, safetensors, ... have no common class
         raise UserError(f"-m {name} cannot be loaded on -d {device} ({summary_of(e)}): give the "
                         f"name of a model on the hub, such as gpt2, or a folder, such as log/hf."
                         ) from None
 
-def main():
-    """Score the model that the command line names. On a UserError, exit with its message."""
+def main(argv=None):
+    """Score the model that the command line (or argv) names. On a UserError, exit with its message.
+    """
+    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
+        sys.stdout.reconfigure(errors="backslashreplace")  # the name may contain any character
     best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description="\n\n".join(__doc__.split("\n\n")[:2]),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -324,7 +318,7 @@ def main():
     parser.add_argument("--limit", type=int, default=TOTAL, metavar="N",
                         help="score only the first N questions (default: all)")
     parser.error = lambda message: sys.exit(f"hellaswag.py: {message}; --help lists the options.")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.limit < 1:
         parser.error(f"--limit={args.limit} is not a whole number of at least 1")
     # Like the published scores, these scores are computed in float32, but with TF32 on GPUs that
@@ -334,8 +328,10 @@ def main():
     torch.set_float32_matmul_precision("high")
     try:
         examples = list(iterate_examples("val"))[:args.limit]
-        model, encode = load_model(args.model, args.device)
-        result = evaluate(model, prepare(examples, model, encode), progress=True)
+        model, text_to_ids = load_model(args.model, args.device)
+        # (After 2>&-, there is no stderr)
+        result = evaluate(model, prepare(examples, model, text_to_ids),
+                          progress=sys.stderr is not None)
     except UserError as e:
         sys.exit(f"hellaswag.py: {e}")
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "

@@ -195,8 +195,7 @@ def time_steps(fused=True, logits=False, flash=True, tf32=True, padded=True, **c
         t.train_step(run)
         seconds.append(time.perf_counter() - start)
     seconds = statistics.median(seconds[5 if CUDA else 1:])
-    n = sum(p.numel() for p in model.parameters())
-    flops = cfg.total_batch_size * (6 * n + 12 * cfg.n_layer * cfg.n_embd * cfg.T)
+    flops = cfg.total_batch_size * t.flops_per_token(model, cfg.T)
     gpu = torch.cuda.get_device_name() if CUDA else ""
     peak = next((tflops * 1e12 for name, tflops in PEAK_TFLOPS.items() if name in gpu), 0)
     return (seconds * 1e3, torch.cuda.max_memory_allocated() / 2**30 if CUDA else 0,

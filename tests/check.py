@@ -8,95 +8,125 @@ check prints one line. Exit status 1: at least one check is broken; 2: none is b
 one could not be made. Facts about this version and the committed one follow, without a judgement.
 """
 import argparse
-import io
+import contextlib
+import dataclasses
+import functools
 import json
+import math
 import os
 import re
+import resource
 import shutil
 import signal
 import statistics
 import subprocess
 import sys
-import tarfile
 import tempfile
+import threading
 import time
 import traceback
+import zlib
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch.nn import functional as F
 
 ROOT = Path(__file__).resolve().parent.parent
-ENV = os.environ | {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
 CHECKS = {  # what each check promises
     "same": "the same command twice gives the same losses and weights",
     "evaluation": "more validations and samples do not change the training losses",
     "resume": "a run that is killed and resumed is the same as one that is not",
-    "B": "with half of B, losses are the same up to rounding",
-    "processes": "with two processes, losses are the same up to rounding",
+    "B": "with half of B, losses are the same up to rounding ({})",
+    "processes": "with several processes, losses are the same up to rounding ({})",
     "saved": "a model that is loaded from a checkpoint has the validation loss of the trained one",
     "samples": "greedy samples are the most likely tokens, also beyond the context",
     "causal": "logits depend on all earlier tokens and on no later one",
     "loss": "the loss in eval mode is the cross-entropy of the logits",
     "trains": "each trainable parameter is in one optimizer and has changed"}
 METRICS = ("train", "norm", "val")
+NUDGE = 1e-6      # weights of the run that measures rounding are changed by this
+FACTORS = {"train": 5, "val": 5, "norm": 100}  # see rounding()
+PRECISION = 2e-6  # of the values in log.txt
 
 def parse_flags():
     """Return the script's flags, as a list, and the number of steps."""
     parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
     parser.add_argument("--max_steps", type=int, default=20)
-    parser.add_argument("--dropout", type=float, default=0.0)
     known, flags = parser.parse_known_args()
-    half = max(1, known.max_steps // 2)
-    defaults = dict(dtype="float32", eval_every=half, sample_every=0, hellaswag_every=0,
-                    val_tokens=8192, print_every=0)
-    flags = [f"--{name}={value}" for name, value in defaults.items()] + flags
-    return [*flags, f"--max_steps={known.max_steps}", f"--dropout={known.dropout}"], known
+    defaults = dict(data=ROOT / "input.txt", dtype="float32", warmup_steps=2, sample_every=0,
+                    hellaswag_every=0, eval_every=max(1, known.max_steps // 2), val_tokens=8192,
+                    print_every=0)
+    defaults = [f"--{name}={value}" for name, value in defaults.items()]
+    return [*defaults, *flags, f"--max_steps={known.max_steps}"], known.max_steps
 
 # ---- in the process of a run
 def child(job):
-    """Do what `python train_gpt2.py` does, with the additions that `job` asks for."""
+    """Do what `python train_gpt2.py` does, with the additions that `job` asks for.
+
+    Each process writes what it has found to rank_N.json in the folder of the run.
+    """
+    if "RANK" in os.environ:
+        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
     sys.path.insert(0, job["scripts"])
     import train_gpt2 as t
     t.export = t.plot_curves = lambda *_: None  # they would take seconds
-    train, train_step, seconds = t.train, t.train_step, []
+    train, train_step, seconds, rates = t.train, t.train_step, [], []
 
     def step_or_die(run):
         if run.step == job["kill_at"]:
-            run.last_save.result()  # only steps after a checkpoint are lost
-            os._exit(9)
+            if run.last_save:
+                run.last_save.result()  # only steps after a checkpoint are lost
+            os.kill(os.getpid(), signal.SIGKILL)
         start = time.perf_counter()
         result = train_step(run)
         seconds.append(time.perf_counter() - start)
+        rates.append(run.optimizers[0].param_groups[0]["lr"])
         return result
 
     def watched(run):
         if job["nudge"]:
-            generator = torch.Generator().manual_seed(0)
-            with torch.no_grad():
-                for p in run.model.parameters():
-                    noise = torch.randn(p.shape, generator=generator).to(p.device)
-                    p.mul_(1 + job["nudge"] * noise)
-        first = {name: p.detach().clone() for name, p in run.model.named_parameters()}
-        facts = describe(t, run, first)
-        train(run)
+            nudge_weights(run.model, job["nudge"])
+        first = checksums(run.model)
+        if not job["look"]:
+            train(run)
+        report = {"first": first, "last": checksums(run.model), "seconds": seconds, "lr": rates,
+                  "cfg": dataclasses.asdict(run.cfg), **machine_of(run)}
         if job["inspect"] and t.RANK == 0:
-            report = {"facts": facts, "ms": 1e3 * statistics.median(seconds), **inspect(run, first)}
-            Path(job["folder"], "report.json").write_text(json.dumps(report))
+            report |= inspect(run, first)
+        Path(job["folder"], f"rank_{t.RANK}.json").write_text(json.dumps(report))
     t.train, t.train_step, sys.argv = watched, step_or_die, ["train_gpt2.py", *job["flags"]]
     t.main()
 
-def describe(t, run, first):
-    """Return facts about a run before its first step."""
-    cfg = run.cfg
-    steps = [cfg.max_steps * i // 4 for i in range(5)]
-    return {"parameters": sum(p.numel() for p in first.values()),
-            "tokens per step": cfg.total_batch_size,
-            "learning rate at 5 steps": " ".join(f"{t.get_lr(n, cfg):.3g}" for n in steps),
-            "weights": {name: f"{tuple(p.shape)} {p.double().sum():.9g} {p.double().norm():.9g}"
-                        for name, p in first.items()}}
+def machine_of(run):
+    """Return the type of the device, a text for each GPU, and the peak memory of this process."""
+    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    gpus = gpus if run.device.type == "cuda" else []
+    return {"device": run.device.type,
+            "gpus": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB, compute capability "
+                     f"{gpu.major}.{gpu.minor})" for gpu in gpus],
+            "peak": torch.cuda.max_memory_allocated() if gpus else
+            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
+
+def end_with(parent):
+    """End this process when its parent ends. torchrun's processes would survive a SIGKILL to it."""
+    while os.getppid() == parent:
+        time.sleep(0.1)
+    os._exit(1)
+
+@torch.no_grad()
+def nudge_weights(model, size):
+    """Change each weight at random, by a factor that differs from 1 by about `size`."""
+    generator = torch.Generator().manual_seed(0)
+    for p in model.parameters():
+        p.mul_(1 + size * torch.randn(p.shape, generator=generator).to(p.device))
+
+def checksums(model):
+    """Return {name of a parameter: [number of elements, checksum of their values]}."""
+    return {name: [p.numel(), zlib.crc32(p.detach().flatten().cpu().view(torch.uint8).numpy())]
+            for name, p in model.named_parameters()}
 
 def inspect(run, first):
     """Return {name of a check: problem, or "" if there is none, or {"error": ...}}."""
@@ -128,8 +158,11 @@ def problem_with_samples(model, x):
     return ""
 
 def problem_with_logits(model, x):
-    """Change tokens, and look which logits change."""
-    x, n = x[:1], x.size(1)
+    """Change tokens, and look which logits change.
+
+    <|endoftext|>, the last id, is replaced, because a model may hide earlier documents.
+    """
+    x, n = x[:1].clamp(max=model.config.vocab_size - 2), x.size(1)
     for mode, training in (("training", True), ("eval", False)):
         def logits(idx):
             model.train(training)
@@ -162,14 +195,12 @@ def problem_with_loss(model, x, y):
 def problem_with_parameters(run, first):
     """Return which trainable parameters are in no optimizer, in several, or have not changed."""
     groups = [group for optimizer in run.optimizers for group in optimizer.param_groups]
-    n_groups = {id(p): 0 for p in run.model.parameters()}
-    for group in groups:
-        for p in group["params"]:
-            n_groups[id(p)] = n_groups.get(id(p), 0) + 1
+    n_groups = Counter(id(p) for group in groups for p in group["params"])
+    last = checksums(run.model)
     for name, p in run.model.named_parameters():
         if p.requires_grad and n_groups[id(p)] != 1:
             return f"{name} is in {n_groups[id(p)]} optimizer groups"
-        if p.requires_grad and torch.equal(p, first[name]):
+        if p.requires_grad and last[name] == first[name]:
             return f"{name} has not changed"
     return ""
 
@@ -177,6 +208,8 @@ def problem_with_parameters(run, first):
 def line_of_script(text):
     """Return the error of a traceback, with the last line of train_gpt2.py that is in it."""
     text = re.sub(r"^\[rank\d+\]: ?", "", text.strip(), flags=re.M)  # torchrun's prefix
+    if message := re.search(r"^train_gpt2\.py: (.+?)\.?$", text, re.M):
+        return message[1]
     lines = text.splitlines() or ["no message"]
     places = [i for i, line in enumerate(lines) if re.search(r'train_gpt2\.py", line \d+', line)]
     if not places:
@@ -188,39 +221,58 @@ def line_of_script(text):
 class Failed(Exception):
     """A run that a check needs has failed."""
 
-@dataclass
-class Result:
+class Result(NamedTuple):
     """What a run has left behind."""
-    log: dict         # {(step, metric): value}
-    checkpoint: dict  # the last one
-    report: dict      # what inspect() returned
+    log: dict    # {(step, metric): value}
+    ranks: list  # what each process has written
+
+    report = property(lambda self: self.ranks[0])
 
 class Runs:
-    """Makes each run at most once, and kills what is still running at the end."""
-    def __init__(self, folder, flags):
+    """Makes runs in a folder, with the same flags, and ends those that hang."""
+    def __init__(self, folder, flags, env):
         self.folder, self.flags = folder, flags
+        # torchrun leaves folders behind if it is killed, but tiktoken's cache should be kept
+        self.env = {"TIKTOKEN_CACHE_DIR": f"{tempfile.gettempdir()}/data-gym-cache"} | env | {
+            "TMPDIR": str(folder), "WANDB_MODE": "disabled"}
         self.processes, self.timeout = set(), 600
+        self.executor = ThreadPoolExecutor(max_workers=2)
+        self.show = lambda folder: None  # called twice per second, with the folder of the run
 
     def run(self, name, *flags, processes=1, scripts=None, folder=None, **job):
         """Make a run, wait for it, and return its Result. Raise Failed if it fails."""
         folder = self.folder / (folder or name)
-        job = dict(kill_at=None, nudge=0, inspect=False) | job | dict(
+        job = dict(kill_at=None, nudge=0, inspect=False, look=False) | job | dict(
             scripts=str(scripts or ROOT), folder=str(folder),
             flags=[*self.flags, *flags, f"--log_dir={folder}"])
         command = [sys.executable, __file__, "--child", json.dumps(job)]
         if processes > 1:
             command[1:1] = ["-m", "torch.distributed.run", "--standalone",
                             f"--nproc_per_node={processes}"]
-        process = subprocess.Popen(command, env=ENV, stdout=subprocess.DEVNULL, text=True,
+        process = subprocess.Popen(command, env=self.env, stdout=subprocess.DEVNULL, text=True,
                                    stderr=subprocess.PIPE, start_new_session=True)
         self.processes.add(process)
-        try:
-            _, err = process.communicate(timeout=self.timeout)
-        except subprocess.TimeoutExpired:
-            raise Failed(f"it took more than {self.timeout:.0f} s") from None
-        if process.returncode != (9 if job["kill_at"] is not None else 0):
+        err, killed = self.wait(process, folder), job["kill_at"] is not None
+        # If a process is killed, torchrun ends the others and exits with status 1
+        if process.returncode not in ((-signal.SIGKILL, 1) if killed else (0,)):
             raise Failed(line_of_script(err))
-        return None if job["kill_at"] is not None else self.read(folder)
+        return self.read(folder)
+
+    def wait(self, process, folder):
+        """Wait until a process ends, and return its stderr. Raise Failed if it takes too long."""
+        end = time.monotonic() + self.timeout
+        try:
+            while time.monotonic() < end:
+                try:
+                    return process.communicate(timeout=0.5)[1]
+                except subprocess.TimeoutExpired:
+                    self.show(folder)
+            raise Failed(f"it was ended after {self.timeout:.0f} s")
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.communicate(timeout=10)  # until all of its processes have ended
 
     def read(self, folder):
         log = {}
@@ -228,162 +280,196 @@ class Runs:
             step, metric, value = line.split()
             if metric in METRICS:
                 log[int(step), metric] = float(value)
-        last = max(folder.glob("checkpoint_*.pt"))
-        report = folder / "report.json"
-        return Result(log, torch.load(last, map_location="cpu", weights_only=True),
-                      json.loads(report.read_text()) if report.exists() else {})
+        return Result(log, [json.loads(path.read_text())
+                            for path in sorted(folder.glob("rank_*.json"))])
 
     def close(self):
+        self.timeout = 0  # also for runs that another thread is about to start
         for process in self.processes:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
+        self.executor.shutdown(cancel_futures=True)
 
-def start_all(runs, base, known, executor):
+@contextlib.contextmanager
+def temporary(flags, env):
+    """Provide Runs in a temporary folder. At the end, also after a signal, delete everything."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    runs = Runs(Path(tempfile.mkdtemp()), flags, env)
+    try:
+        yield runs
+    except KeyboardInterrupt:
+        sys.exit(130)
+    finally:
+        runs.close()
+        shutil.rmtree(runs.folder, ignore_errors=True)
+
+def start_all(runs, base, steps):
     """Start the runs that are compared with `base`. Return {name: function that returns it}."""
-    B = base.checkpoint["config"]["B"]
-    steps, last = known.max_steps, runs.folder / "base" / f"checkpoint_{known.max_steps:05d}.pt"
-    kill_at = steps * 3 // 4
+    cfg = base.report["cfg"]
+    half, plain = f"--B={max(1, cfg['B'] // 2)}", "--dropout=0"  # dropout masks depend on B
 
     def resumed():
-        runs.run("killed", kill_at=kill_at)
+        runs.run("killed", kill_at=steps * 3 // 4)
         return runs.run("resumed", folder="killed")
+
+    def reloaded():  # a complete run is evaluated again
+        shutil.copytree(runs.folder / "base", runs.folder / "reloaded")
+        (runs.folder / "reloaded" / "log.txt").unlink()
+        return runs.run("reloaded")
     jobs = {
         "again": lambda: runs.run("again"),
         "evaluated": lambda: runs.run("evaluated", "--eval_every=1", "--sample_every=2",
                                       "--sample_tokens=4"),
         "resumed": resumed,
-        "plain": (lambda: runs.run("plain", "--dropout=0")) if known.dropout else lambda: base,
-        "nudged": lambda: runs.run("nudged", "--dropout=0", nudge=1e-6),
-        "half": lambda: runs.run("half", "--dropout=0", f"--B={max(1, B // 2)}"),
-        "two": lambda: runs.run("two", "--dropout=0", f"--B={max(1, B // 2)}", processes=2),
-        "reloaded": lambda: runs.run("reloaded", f"--init_from={last}", "--max_steps=0"),
-        "before": lambda: runs.run("before", scripts=committed(runs.folder), inspect=True)}
-    return {name: executor.submit(job).result for name, job in jobs.items()}
+        "plain": lambda: runs.run("plain", plain) if cfg["dropout"] else base,
+        "nudged": lambda: runs.run("nudged", plain, nudge=NUDGE),
+        "half": lambda: runs.run("half", plain, half),
+        "several": lambda: runs.run("several", plain, half, processes=most_processes(base)),
+        "reloaded": reloaded,
+        "before": lambda: runs.run("before", scripts=committed(runs.folder))}
+    return {name: runs.executor.submit(job).result for name, job in jobs.items()}
+
+def most_processes(base):
+    """Return how many processes can share a step here: on a CPU 2, otherwise all GPUs, if the
+    rows can be divided among them.
+    """
+    cfg, available = base.report["cfg"], len(base.report["gpus"]) or 2
+    rows = cfg["total_batch_size"] // cfg["T"]
+    return max(n for n in range(1, available + 1) if rows % n == 0)
 
 def committed(folder):
     """Return a folder with the scripts of the last commit."""
-    done = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, capture_output=True)
-    if done.returncode:
+    archive = folder / "commit.tar"
+    if subprocess.run(["git", "archive", "-o", archive, "HEAD"], cwd=ROOT,
+                      capture_output=True).returncode:
         raise Failed("no commit is here")
-    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
-        archive.extractall(folder / "commit", filter="data")
+    shutil.unpack_archive(archive, folder / "commit", filter="data")
     return folder / "commit"
 
 # ---- the checks
-def difference(a, b, allowed=0.0, metrics=METRICS):
-    """Return where two logs differ by more than `allowed`, or ""."""
+def difference(a, b, allowed=None, metrics=METRICS):
+    """Return where two logs differ, or "". allowed: {(step, metric): by how much they may}."""
     a, b = ({key: log[key] for key in log if key[1] in metrics} for log in (a, b))
     for key in sorted(a.keys() | b.keys()):
         if key not in a or key not in b:
             return f"only one run has {key[1]} of step {key[0]}"
-        if not abs(a[key] - b[key]) <= allowed:  # also true for NaN
+        if not abs(a[key] - b[key]) <= (allowed[key] if allowed else 0):  # also true for NaN
             return f"{key[1]} of step {key[0]} is {a[key]:.7g} and {b[key]:.7g}"
     return ""
 
+def rounding(plain, nudged):
+    """Return {(step, metric): how far rounding may move it}, measured by a run of nudged weights.
+
+    A single value may differ little by chance, so the largest relative difference of all values up
+    to each step counts, times a factor. Thus, the first steps are the strict ones. Rounding moves
+    the norms most, and after the first three steps without any limit.
+    """
+    allowed, largest = {}, 0.0
+    for step in sorted({step for step, _ in plain}):
+        values = {key: abs(value) for key, value in plain.items() if key[0] == step}
+        largest = max(largest, *(abs(nudged[key] - plain[key]) / max(values[key], 1e-9)
+                                 for key in values))
+        for key, value in values.items():
+            allowed[key] = FACTORS[key[1]] * largest * value + PRECISION * max(1, value)
+            if key[1] == "norm" and step > 2:
+                allowed[key] = math.inf
+    return allowed
+
+def limits(allowed, last):
+    """Return a text with the differences that are allowed in the first and in the last step."""
+    return f"{allowed[0, 'train']:.0e} in step 0, {allowed[last, 'train']:.0e} in step {last}"
+
 def difference_of_weights(a, b):
-    """Return the name of the first tensor that differs between two checkpoints, or ""."""
-    for name, tensor in a["model"].items():
-        if name not in b["model"] or not torch.equal(tensor, b["model"][name]):
-            return f"the weights {name} differ"
-    return ""
+    """Return which of the last weights differ between two reports, or ""."""
+    different = [name for name in a["last"] if a["last"][name] != b["last"].get(name)]
+    return f"the weights {different[0]} differ" if different else ""
 
-def compared(a, b):
-    return difference(a.log, b.log) or difference_of_weights(a.checkpoint, b.checkpoint)
-
-def rounding(get):
-    """Return how far losses may differ: by twice as much as those of weights changed by 1e-6."""
-    plain, nudged = get["plain"]().log, get["nudged"]().log
-    keys = [key for key in plain if key[1] != "norm"]
-    return 2 * max(abs(plain[key] - nudged[key]) for key in keys) + 2e-6  # the log's precision
-
-def problem(name, get, base, known):
+def problem(name, get, base, allowed):
     """Return why a check is broken, or "". Raise Failed if it cannot be made."""
-    losses = ("train", "val")
-    if name == "same":
-        return compared(base, get["again"]())
+    if name in ("same", "resume"):
+        other = get["again" if name == "same" else "resumed"]()
+        return difference(base.log, other.log) or difference_of_weights(base.report, other.report)
     if name == "evaluation":
         return difference(base.log, get["evaluated"]().log, metrics=["train"])
-    if name == "resume":
-        return compared(base, get["resumed"]())
-    if name in ("B", "processes"):
-        other = "half" if name == "B" else "two"
-        if name == "processes" and torch.cuda.is_available() and torch.cuda.device_count() < 2:
+    if name == "B":
+        return difference(get["plain"]().log, get["half"]().log, allowed())
+    if name == "processes":
+        if most_processes(base) == 1:
             raise Failed("it needs two GPUs")
-        return difference(get["plain"]().log, get[other]().log, rounding(get), losses)
+        log, ranks = get["several"]()
+        return (difference(get["plain"]().log, log, allowed())
+                or difference_of_weights(ranks[0], ranks[-1]))
     if name == "saved":
         step, val = max((step, val) for (step, name), val in base.log.items() if name == "val")
-        again = get["reloaded"]().log[0, "val"]
-        return "" if abs(val - again) <= 2e-6 * abs(val) else (
+        again = get["reloaded"]().log[step, "val"]
+        return "" if abs(val - again) <= PRECISION * abs(val) else (
             f"val is {val:.7g} after step {step}, and {again:.7g} when it is loaded")
     found = base.report[name]
     if isinstance(found, dict):
         raise Failed(found["error"])
     return found
 
-def print_checks(get, base, known):
-    """Print a line for each check. Return the exit status."""
+def print_checks(get, base, last):
+    """Print a line for each check. Return the exit status. last: the last step."""
+    @functools.cache
+    def allowed():
+        return rounding(get["plain"]().log, get["nudged"]().log)
     status = 0
     for name, promise in CHECKS.items():
         try:
-            found = problem(name, get, base, known)
+            if "{" in promise:
+                promise = promise.format(limits(allowed(), last))
+            found = problem(name, get, base, allowed)
+            verdict = f"BROKEN ({found})" if found else "holds"
+            status = 1 if found else status
         except Failed as e:
-            status = status or 2
-            print(f"{name:10} {promise}: not checked ({e})", flush=True)
-            continue
-        if found:
-            status = 1
-        print(f"{name:10} {promise}: {f'BROKEN ({found})' if found else 'holds'}", flush=True)
+            verdict, status = f"not checked ({e})", status or 2
+        print(f"{name:10} {promise}: {verdict}", flush=True)
     return status
 
-def print_facts(base, before):
+def facts_of(result, other, last):
+    """Return {fact: value} for a run. last: its last step."""
+    log, report, begin = result.log, result.report, other.report["first"]
+    return {
+        "parameters": sum(size for size, _ in report["first"].values()),
+        "weights that begin differently": sum(
+            begin.get(name) != value for name, value in report["first"].items()),
+        f"learning rate, steps 0, {last // 2}, {last}": " ".join(
+            f"{report['lr'][step]:.3g}" for step in (0, last // 2, last)),
+        f"train, steps 0 and {last}": f"{log[0, 'train']:.4f} {log[last, 'train']:.4f}",
+        "val, last": f"{log[last + 1, 'val']:.4f}",
+        "ms per step": f"{1e3 * statistics.median(report['seconds']):.0f}"}
+
+def print_facts(base, before, last):
     """Print facts about the committed version and this one side by side."""
-    rows = {}
-    for column, result in enumerate((before, base)):
-        facts, log = dict(result.report["facts"]), result.log
-        weights = facts.pop("weights")
-        last = max(step for step, metric in log if metric == "train")
-        facts[f"train, steps 0 and {last}"] = f"{log[0, 'train']:.4f} {log[last, 'train']:.4f}"
-        facts["val, last"] = f"{max((k, v) for k, v in log.items() if k[1] == 'val')[1]:.4f}"
-        other = (base if result is before else before).report["facts"]["weights"]
-        changed = sum(other.get(name, text) != text for name, text in weights.items())
-        facts["weights that begin differently"] = f"{changed} of {len(weights)}"
-        facts["weights that the other lacks"] = f"{len(weights.keys() - other.keys())}"
-        facts["ms per step"] = f"{result.report['ms']:.0f}"
-        for name, value in facts.items():
-            rows.setdefault(name, ["-", "-"])[column] = value
-    print(f"\n{'':32} {'committed':>24} {'here':>24}")
-    for name, (then, now) in rows.items():
-        print(f"{name:32} {then!s:>24} {now!s:>24}")
+    then, now = facts_of(before, base, last), facts_of(base, before, last)
+    for name, *values in ("\n", "committed", "here"), *zip(now, then.values(), now.values()):
+        print(f"{name:32} {values[0]!s:>24} {values[1]!s:>24}")
+    if not difference(base.log, before.log):
+        print("\nAll losses equal those of the committed version: these runs used no edit.")
 
 def main():
     if sys.argv[1:2] == ["--child"]:
         child(json.loads(sys.argv[2]))
         return 0
-    flags, known = parse_flags()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    folder, executor = Path(tempfile.mkdtemp()), ThreadPoolExecutor(max_workers=2)
-    runs = Runs(folder, flags)
-    try:
+    flags, steps = parse_flags()
+    with temporary(flags, os.environ | {"OMP_NUM_THREADS": "1"}) as runs:
         start = time.perf_counter()
         try:
             base = runs.run("base", inspect=True)
         except Failed as e:
-            sys.exit(f"check.py: the script does not train: {e}")
+            return f"check.py: the script does not train: {e}"
         seconds = time.perf_counter() - start
         runs.timeout = 60 + 10 * seconds
         print(f"One run takes {seconds:.0f} s, so this takes about {6 * seconds:.0f} s\n",
               flush=True)
-        get = start_all(runs, base, known, executor)
-        status = print_checks(get, base, known)
+        get = start_all(runs, base, steps)
+        status = print_checks(get, base, steps - 1)
         try:
-            print_facts(base, get["before"]())
+            print_facts(base, get["before"](), steps - 1)
         except Failed as e:
             print(f"\nThere are no facts about the committed version: {e}")
         return status
-    finally:
-        runs.close()
-        executor.shutdown(cancel_futures=True)
-        shutil.rmtree(folder, ignore_errors=True)
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -211,7 +211,7 @@ def assert_same(a, b):
     assert read_log(a) == read_log(b)
     a, b = flat(last_checkpoint(a)), flat(last_checkpoint(b))
     assert a.keys() == b.keys()
-    for name in a.keys() - {"/config/log_dir"}:
+    for name in a.keys() - {"/config/log_dir", "/train_s"}:
         same = torch.equal if torch.is_tensor(a[name]) else operator.eq
         assert type(a[name]) is type(b[name]) and same(a[name], b[name]), name
 
@@ -315,15 +315,21 @@ def succeed(run):
     assert run.wait() == 0 and not run.err, (run.out, run.err)
     return run
 
-def together(n, folder, **changes):
-    """Let n forked processes train together. Return their exit statuses and the n Forked runs."""
+def together(n, folder, of_rank=None, **changes):
+    """Let n forked processes train together. Return their exit statuses and the n Forked runs.
+
+    of_rank: {rank: arguments of Forked that only this rank gets}.
+    """
     need_gpus(n)
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     env = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    runs = [Forked(folder, env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, **changes)
-            for rank in range(n)]
+    runs = []
+    for rank in range(n):
+        own = dict(folder=folder) | changes | (of_rank or {}).get(rank, {})
+        runs.append(Forked(own.pop("folder"), env=env | {
+            "RANK": str(rank), "LOCAL_RANK": str(rank)}, **own))
     return [run.wait() for run in runs], runs
 
 def train(n, folder, **changes):
@@ -374,10 +380,11 @@ def slow_saves(t, seconds):
     t.write_whole = lambda *args: (time.sleep(seconds), real(*args))
 
 def ask_four_questions(t):
-    """Let HellaSwag have four questions."""
+    """Let HellaSwag have four questions, of which every model answers one correctly."""
     import hellaswag
-    question = dict(ctx="a man", endings=["runs.", "is a very old house.", "sits.", "x"], label=0)
-    hellaswag.iterate_examples = lambda split: iter([question] * 4)
+    question = dict(ctx="a man", endings=["runs.", "is a very old house.", "sits.", "x"])
+    hellaswag.iterate_examples = lambda split: iter(
+        [question | dict(label=label) for label in range(4)])
 
 def no_questions(t):
     """Let the download of HellaSwag fail."""

@@ -1,12 +1,15 @@
 """Tests of check.py: what each check finds, and whole runs of it on edited copies of the script."""
+import importlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,19 +37,29 @@ def copied(folder, *replacements):
     return [sys.executable, folder / "tests" / "check.py", *FLAGS]
 
 class ForkedPopen:
-    """A run that check.py starts, forked to save time. It has the methods of subprocess.Popen."""
+    """A run that check.py starts, forked to save time. It has the methods of subprocess.Popen.
+
+    fault: a function that is called with the module train_gpt2 and the job before the run starts.
+    """
     lock = threading.Lock()  # multiprocessing polls all processes when it starts one
 
-    def __init__(self, command, env, **options):
+    def __init__(self, command, env, fault=None, **options):
         self.stderr = tempfile.mkstemp()[1]
-        self.process = FORKS.Process(target=run_child, args=(command[-1], env, self.stderr))
+        with socket.socket() as s:
+            s.bind(("127.0.0.1", 0))
+            env = env | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(s.getsockname()[1])}
+        self.process = FORKS.Process(target=run_command, args=(command, env, self.stderr, fault))
         with self.lock:
             start_forkserver()
             self.process.start()
         self.pid = self.process.pid
 
     def communicate(self, timeout):
-        until(lambda: self.poll() is not None, timeout)
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired("", timeout)
+            time.sleep(0.01)
         self.returncode = self.poll()
         return None, Path(self.stderr).read_text()
 
@@ -54,16 +67,42 @@ class ForkedPopen:
         with self.lock:
             return self.process.exitcode
 
-def run_child(job, env, stderr):
-    """Do in the forked process what `python check.py --child <job>` does."""
+def run_command(command, env, stderr, fault):
+    """Do in the forked process what the command does: one run, or torchrun with its processes."""
     os.setsid()
     os.environ.update(env)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     os.dup2(os.open(stderr, os.O_WRONLY), 2)
+    n = int(next((word[17:] for word in command if word.startswith("--nproc_per_node=")), 0))
+    if not n:
+        return run_child(command[-1], fault)
+    os.environ["WORLD_SIZE"] = str(n)
+    pids = []
+    for rank in range(n):
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = str(rank)
+        pids.append(os.fork())
+        if not pids[-1]:
+            try:
+                run_child(command[-1], fault)
+            finally:
+                os._exit(bool(sys.exc_info()[0]))
+    while pids:
+        pid, status = os.wait()
+        pids.remove(pid)
+        if status:
+            for other in pids:
+                os.kill(other, signal.SIGKILL)
+            os._exit(1)
+
+def run_child(job, fault):
+    job = json.loads(job)
     for name in ("train_gpt2", "fineweb", "hellaswag"):
         sys.modules.pop(name, None)  # the copies are imported instead
     np.random.seed()  # a new process has a random state
-    check.child(json.loads(job))
+    sys.path.insert(0, job["scripts"])
+    if fault:
+        fault(importlib.import_module("train_gpt2"), job)
+    check.child(job)
 
 @pytest.fixture
 def run_check(tmp_path, monkeypatch, capsys):
@@ -102,6 +141,7 @@ def test_the_unedited_script_keeps_its_promises(tmp_path, run_check):
     status, lines, facts = run_check(torchrun=True)
     assert status == 0 and lines.keys() == check.CHECKS.keys()
     assert all(line.endswith(": holds") for line in lines.values())
+    assert "these runs used no edit" in facts
     [parameters] = [line for line in facts.splitlines() if line.startswith("parameters")]
     assert parameters.split()[1] == parameters.split()[2] != "-"
 
@@ -137,9 +177,11 @@ def test_a_script_that_does_not_train_is_reported(tmp_path, run_check):
 
 def test_sigterm_ends_all_runs(tmp_path, run_check, monkeypatch):
     """It kills the run that is being made, and leaves no files behind."""
-    runs = []
+    runs, communicate = [], ForkedPopen.communicate
 
     def stop_when_it_trains(run, timeout):
+        if runs:
+            return communicate(run, timeout)
         runs.append(run)
         until(lambda: list(tmp_path.glob("*/base/log.txt")))
         signal.raise_signal(signal.SIGTERM)
@@ -163,6 +205,13 @@ def test_logits_that_depend_on_later_tokens_or_on_no_earlier_one_are_found():
         logits, loss = forward(idx)
         return logits + logits.mean(1, keepdim=True), loss
     assert "change earlier logits" in check.problem_with_logits(spoilt(leak), ids(1))
+    def hide(model, forward, idx, targets):  # a row as if each document stood alone
+        starts = (idx[0] == 256).nonzero().flatten().tolist()
+        parts = [idx[:, a:b] for a, b in zip([0, *starts], [*starts, None])]
+        return torch.cat([forward(part)[0] for part in parts if part.numel()], 1), None
+    documents = ids(1)
+    documents[0, 20] = 256
+    assert check.problem_with_logits(spoilt(hide), documents) == ""
     blind = spoilt(lambda model, forward, idx, targets: (forward(idx[:, :, None].flatten(0, 1))[
         0].view(1, -1, 257), None))
     assert "does not change the last logits" in check.problem_with_logits(blind, ids(1))
@@ -184,7 +233,7 @@ def test_a_loss_that_is_not_the_cross_entropy_is_found():
 
 def test_parameters_that_do_not_train_are_found():
     model = small()
-    first = {name: p.detach().clone() for name, p in model.named_parameters()}
+    first = check.checksums(model)
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1)]
     run = SimpleNamespace(model=model, optimizers=optimizers)
     assert check.problem_with_parameters(run, first).endswith("has not changed")
@@ -201,8 +250,11 @@ def test_the_first_difference_of_two_logs_is_named():
     a = {(0, "train"): 1.0, (1, "train"): 2.0, (1, "val"): 3.0}
     assert check.difference(a, dict(a)) == ""
     assert check.difference(a, a | {(1, "train"): 2.5}) == "train of step 1 is 2 and 2.5"
-    assert check.difference(a, a | {(1, "train"): 2.5}, allowed=0.5) == ""
-    assert "nan" in check.difference(a, a | {(1, "val"): float("nan")}, allowed=9.0)
+    allowed = check.rounding(a, a | {(1, "val"): 3.03})  # by 1 %, so by 5 %
+    assert check.difference(a, a | {(1, "train"): 2.09}, allowed) == ""
+    assert check.difference(a, a | {(1, "train"): 2.11}, allowed)
+    assert check.difference(a, a | {(0, "train"): 1.1}, allowed) == "train of step 0 is 1 and 1.1"
+    assert "nan" in check.difference(a, a | {(1, "val"): float("nan")}, allowed)
     assert "only one run has val of step 2" in check.difference(a, a | {(2, "val"): 1.0})
 
 def test_the_error_of_a_run_is_named_with_the_line_of_the_script():
@@ -211,3 +263,4 @@ def test_the_error_of_a_run_is_named_with_the_line_of_the_script():
             '\n[rank1]: ValueError: bad\n' + "=" * 60 + "\ntrain_gpt2.py FAILED\n" + "=" * 60)
     assert check.line_of_script(text) == "train_gpt2.py, line 7: x = y (ValueError: bad)"
     assert check.line_of_script("Killed\n") == "Killed"
+    assert check.line_of_script("W1\ntrain_gpt2.py: Out of memory.\n====\n") == "Out of memory"

@@ -63,6 +63,7 @@ def test_processes_on_gpus_use_nccl(monkeypatch, device, backend):
     """They wait for an hour, since the others wait while rank 0 samples or exports."""
     monkeypatch.setattr(t.dist, "rendezvous", lambda url: iter([(mock.Mock(), 0, 2)]))
     monkeypatch.setattr(t.dist, "PrefixStore", mock.Mock())
+    monkeypatch.setattr(t, "new_prefix", mock.Mock())
     monkeypatch.setattr(t.dist, "init_process_group", init := mock.Mock())
     t.join_processes(torch.device(device))
     words = init.call_args.kwargs
@@ -75,7 +76,7 @@ def test_a_gpu_that_torch_does_not_see_is_reported(tmp_path, monkeypatch, capsys
     """
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh")
     (tmp_path / "nvidia-smi").chmod(0o755)
-    said = f"torch {re.escape(torch.__version__)} sees no GPU. Install a newer dr"
+    said = f"torch {re.escape(torch.__version__)} sees no GPU: install the bu"
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert t.set_up_device("auto") == torch.device("cpu")
@@ -105,7 +106,8 @@ def test_a_float16_step_that_overflowed_changes_no_weight(bad, optimizer):
     assert all(map(torch.equal, before, run.model.parameters()))
     assert run.scaler.get_scale() == 2**15
     again = stub_run(small(), cfg, ids(T=33), float16=True)
-    run.train_loader.shards = again.train_loader.shards = []
+    for loader in (run.train_loader, again.train_loader, run.val_loader, again.val_loader):
+        loader.shards = []
     t.restore(again, t.checkpoint_of(run))
     assert (again.scaler.get_scale(), again.step) == (2**15, 2)
     hook.remove()
@@ -127,7 +129,7 @@ def test_each_dtype_gets_the_settings_that_it_needs(tmp_path, monkeypatch, dtype
     constants = TINY | dict(optimizer="muon", dtype=dtype, compile=dtype != "float32",
                             dropout=0.1 * (dtype == "float16"))
     cfg = t.Config(data=str(write_text(tmp_path)), log_dir=str(tmp_path / "log"), **constants)
-    run = t.set_up(cfg, {}, torch.device("cpu"))
+    run = t.set_up(cfg, torch.device("cpu"))
     assert run.optimizers[1].dtype == getattr(torch, {"float16": "float32"}.get(dtype, dtype))
     assert run.scaler.is_enabled() == (dtype == "float16")
     assert compiled.called == (dtype != "float32")

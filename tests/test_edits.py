@@ -53,7 +53,8 @@ EDITS = {
         "        self.lm_head.weight = self.transformer.wte.weight\n": ""}),
     "z-loss": (EXPORTED, {"return (logits[...": Z_LOSS}),
     "another optimizer": (EXPORTED, {
-        "torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(0.9, 0.95), eps=1e-8, fused=True)":
+        "torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(cfg.beta1, cfg.beta2),\n"
+        "                                    eps=cfg.eps, fused=True)":
             "torch.optim.NAdam(groups, lr=cfg.max_lr)"}),
     "frozen layers": (EXPORTED, {
         "        self.eval()  #": "        self.transformer.h[0].requires_grad_(False)\n"
@@ -61,19 +62,20 @@ EDITS = {
     "a new constant": (EXPORTED, {
         "    max_steps: int =":
             "    power: float = 1.0  # exponent of the decay\n    max_steps: int =",
-        "remaining = 1 - progress": "remaining = (1 - progress) ** cfg.power"}),
+        "else 1 - progress)": "else (1 - progress) ** cfg.power)"}),
     "an average of the weights": (UNCHANGED, {
         "    stop: bool = False": "    average: dict = field(default_factory=dict)\n"
                                   "    stop: bool = False",
         "run.step += 1": AVERAGE,
         '"step": run.step,': '"step": run.step, "average": run.average,',
-        "    check_same_training(run, checkpoint)\n":
-            "    check_same_training(run, checkpoint)\n"
+        "    load_weights(run.model, checkpoint":
             "    for name, average in checkpoint['average'].items():\n"
-            "        run.average[name] = average.to(run.device)\n"}),
+            "        run.average[name] = average\n"
+            "    load_weights(run.model, checkpoint"}),
     "a new metric": (UNCHANGED, {
-        'report(run, step, "norm", norm)\n':
-            'report(run, step, "norm", norm)\n        report(run, step, "ratio", norm / loss)\n'})}
+        'log_metric(run, step, "norm", norm)\n':
+            'log_metric(run, step, "norm", norm)\n'
+            '        log_metric(run, step, "ratio", norm / loss)\n'})}
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
@@ -82,7 +84,8 @@ def place(tmp_path_factory):
     write_text(folder)
     return folder
 
-WORDS = dict(n_layer=2, max_steps=20, eval_every=10, sample_every=20, sample_tokens=20)
+WORDS = dict(n_layer=2, lr_shape="linear", max_steps=20, eval_every=10, sample_every=20,
+             sample_tokens=20)
 
 @pytest.fixture(scope="module")
 def unedited(place):

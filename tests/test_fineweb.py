@@ -1,6 +1,7 @@
 """Tests of fineweb.py: its shards, stopping and continuing, bad input, and the shared helpers."""
 import contextlib
 import dataclasses
+import errno
 import gzip
 import hashlib
 import http.server
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import threading
 import urllib.parse
+from functools import partial
 from pathlib import Path
 from typing import Literal
 from unittest.mock import Mock
@@ -85,7 +87,7 @@ def digests(folder):
 
 def flags(source, folder, **changes):
     """Return the command line for small shards of bytes."""
-    constants = dict(source=source, local_dir=folder, shard_size=SHARD, nprocs=2,
+    constants = dict(source=source, local_dir=folder, shard_size=SHARD, threads=2,
                      encoding="bytes") | changes
     return [f"--{name}={value}" for name, value in constants.items()]
 
@@ -138,7 +140,7 @@ def run(*args, **changes):
 def make(capsys):
     """Return a function that makes shards in this process and returns what was printed."""
     def make(source, local_dir, **changes):
-        cfg = dict(source=str(source), local_dir=str(local_dir), shard_size=SHARD, nprocs=2,
+        cfg = dict(source=str(source), local_dir=str(local_dir), shard_size=SHARD, threads=2,
                    encoding="bytes") | changes
         fineweb.make_shards(fineweb.Config(**cfg))
         return capsys.readouterr().out
@@ -179,10 +181,10 @@ def test_shards_equal_those_of_a_naive_tokenizer(whole):
     names |= {"edufineweb_val_000000.npy", ".lock", "manifest.json"}
     assert {path.name for path in whole.iterdir()} == names
 
-@pytest.mark.parametrize("nprocs", [1, 5, 0])
-def test_shards_do_not_depend_on_the_number_of_threads(corpus, whole, tmp_path, make, nprocs):
+@pytest.mark.parametrize("threads", [1, 5, 0])
+def test_shards_do_not_depend_on_the_number_of_threads(corpus, whole, tmp_path, make, threads):
     """They are byte-identical."""
-    make(corpus, tmp_path, nprocs=nprocs)
+    make(corpus, tmp_path, threads=threads)
     assert digests(tmp_path) == digests(whole)
 
 def test_each_thread_has_an_encoding_of_its_own(monkeypatch):
@@ -193,7 +195,7 @@ def test_each_thread_has_an_encoding_of_its_own(monkeypatch):
         both.wait(60)  # for the other thread
         return get_encoding(name, thread)
     monkeypatch.setattr(fineweb, "get_encoding", get)
-    jobs = fineweb.tokenize_all(((0, 0, ["text"]) for _ in range(8)), "bytes", nprocs=2)
+    jobs = fineweb.tokenize_all(((0, 0, ["text"]) for _ in range(8)), "bytes", threads=2)
     assert [job.result().tolist() for *_, job in jobs] == [[256, *b"text"]] * 8
     assert len(names) == 2
     assert get_encoding("bytes", 1) is get_encoding("bytes", 1) is not get_encoding("bytes", 2)
@@ -224,7 +226,7 @@ def test_a_later_run_adds_shards(corpus, whole, tmp_path, make):
         assert len(shards_of(out)) == n
     (tmp_path / "moved").symlink_to(corpus)
     tokens = tokens_of(whole)
-    printed = make(tmp_path / "moved", out, nprocs=1)
+    printed = make(tmp_path / "moved", out, threads=1)
     assert f"{sum(tokens == 256):,} documents, {len(tokens):,} tokens in" in printed
     shards_of(out)[4].unlink()
     make(corpus, out)
@@ -244,8 +246,9 @@ def test_killed_at_random_moments(corpus, tmp_path, make):
     make(corpus, out, shard_size=5000)
     assert digests(out) == digests(tmp_path / "once") and not list(out.glob("*.part"))
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_signals_end_the_script_with_one_line(tmp_path, make, number, status):
+@pytest.mark.parametrize("number, status, says", [(signal.SIGINT, 130, STOPPED),
+                                                  (signal.SIGTERM, -signal.SIGTERM, "")])
+def test_signals_end_the_script_at_once(tmp_path, make, number, status, says):
     """Until then, no other run can use the folder, and output is not held back."""
     write(tmp_path / "in/0.parquet", parquet_of(make_texts(100, seed=0) * 60))
     for i in range(1, 80):
@@ -256,7 +259,7 @@ def test_signals_end_the_script_with_one_line(tmp_path, make, number, status):
         with refused("Another run uses .*/out/.*local_dir"):
             make(tmp_path / "in", out)
         process.send_signal(number)
-        assert (process.communicate(timeout=20)[1], process.returncode) == (STOPPED, status)
+        assert (process.communicate(timeout=60)[1], process.returncode) == (says, status)
     assert {len(np.load(path)) for path in shards_of(out)} == {SHARD}
 
 @pytest.mark.parametrize("interrupted_after", [0, 1, 2])  # files written: manifest, shard, ...
@@ -287,22 +290,18 @@ def test_other_settings_and_changed_files_are_refused(tmp_path, make):
     for i in range(3):
         write(source / f"{i}.jsonl", jsonl(make_texts(50, seed=i)))
     make(source, out, max_shards=2)
-    with refused("shard_size was 50000 and is 5000; encoding was bytes and is gpt2.*a different"):
+    with refused("shard_size was 50000 and is 5000; encoding was bytes and is gpt2.*another"):
         make(source, out, shard_size=5000, encoding="gpt2")
     write(source / "2.jsonl", jsonl(make_texts(60, seed=5)))  # no shard contains it yet
     make(source, out)
     write(source / "3.jsonl", jsonl(["after a shorter last shard"]))
-    with refused(r"\(file 3 was absent and is 3.jsonl, \d+ bytes\): undo this change"):
+    with refused(r"\(file 3 was absent and is 3.jsonl, \d+ bytes\): undo this"):
         make(source, out)
 
-@pytest.mark.parametrize("content", [None, b'{"settings": {}, "sh', b"\xff", b"[]", b'{"a": 1}',
-                                     b'{"settings": 5, "shards": []}'])
-def test_training_shards_without_a_readable_manifest_are_kept(corpus, tmp_path, make, content):
-    """The message names the manifest."""
+def test_training_shards_without_a_manifest_are_kept(corpus, tmp_path, make):
+    """They were made by another script."""
     (tmp_path / "edufineweb_train_000001.npy").touch()
-    if content:
-        (tmp_path / "manifest.json").write_bytes(content)
-    with refused("manifest.json, .* cannot be read: .* a different --local_dir"):
+    with refused("shard_size was absent and is 50000; encoding.* another --local_dir"):
         make(corpus, tmp_path)
 
 # ------------------------------------------------------------------------------ odd and bad input
@@ -319,30 +318,48 @@ def test_lines_of_other_programs(tmp_path, make):
     np.testing.assert_array_equal(tokens_of(tmp_path / "out"), naive(texts, BYTES))
 
 def test_hidden_files_and_other_endings_are_not_read(tmp_path, make):
-    """Files with other endings are listed in one line."""
+    """This also holds for hidden folders and for files with other endings."""
     source = tmp_path / ".cache/in"  # hidden folders above the source do not matter
     for name in ("a.jsonl", ".b.jsonl", "._c.jsonl", ".ipynb_checkpoints/a-checkpoint.jsonl"):
         write(source / name, jsonl(make_texts(60, seed=1)))
     for name in ("d.JSONL", "notes.txt"):
         write(source / name, b"?")
-    out = make(source, tmp_path / "out")
-    assert len(re.findall("^Only .* are read, not d.JSONL, notes.txt$", out, re.M)) == 1
+    make(source, tmp_path / "out")
     tokens = naive(make_texts(60, seed=1), BYTES)
     np.testing.assert_array_equal(tokens_of(tmp_path / "out"), tokens)
+
+def test_linked_folders_are_read_once(tmp_path, make):
+    """A folder inside the corpus is read at its own place, and loops end."""
+    source, other, texts = tmp_path / "in[1]", tmp_path / "other", make_texts(4, seed=0)
+    for path, text in zip((other / "1.jsonl", other / "x/2.jsonl", source / "c/3.jsonl",
+                           source / "d/4.jsonl"), texts, strict=True):
+        write(path, jsonl([text]))
+    (source / "b").mkdir()
+    for link, target in (("a", other), ("b/c", source / "d"), ("d/up", source), ("z", other / "x"),
+                         ("b/self", source / "b"), ("gone", tmp_path / "nothing"), (".e", other)):
+        (source / link).symlink_to(target)
+    make(source, tmp_path / "out", shard_size=1025)
+    np.testing.assert_array_equal(tokens_of(tmp_path / "out"), naive(texts, BYTES))
+
+def test_a_local_folder_needs_no_cache(corpus, whole, tmp_path):
+    """HF_HOME may be a folder that cannot be made, as with HOME=/ in a container."""
+    write(tmp_path / "file", b"")
+    status, out, err = run(corpus, tmp_path / "out", env={"HF_HOME": str(tmp_path / "file/hf")})
+    assert (status, err) == (0, "") and digests(tmp_path / "out") == digests(whole)
 
 LINES = jsonl(["a"] * 70)
 
 @pytest.mark.parametrize("name, data, says", [
-    ("x.parquet", parquet(text=["a"])[:-9], "row 1 on"),
-    ("x.parquet", parquet(content=["a"], id=[1]), "row 1 on .*text.*content.*id"),
-    ("x.parquet", parquet(text=[1]), "row 1 on .*int64"),
-    ("x.parquet", parquet(text=[["a"]]), "row 1 on .*list"),
-    ("x.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "row 1 on .*EOFError"),
-    ("x.jsonl", LINES + b'\n{"text": "b\n', "row 72 on .*JSONDecodeError"),
-    ("x.jsonl", LINES + b'{"content": "b", "id": 1}\n', "row 71 on .*text.*'content', 'id'"),
-    ("x.jsonl", LINES + b'{"text": 1.5}\n', "row 71 on .*string"),
-    ("x.jsonl", LINES + b'["text"]\n', "row 71 on .*string"),
-    ("x.jsonl", LINES + b"7\n", "row 71 on .*string")])
+    ("x.parquet", parquet(text=["a"])[:-9], "document 1 on"),
+    ("x.parquet", parquet(content=["a"], id=[1]), "document 1 on .*text.*content.*id"),
+    ("x.parquet", parquet(text=[1]), "document 1 on .*int64"),
+    ("x.parquet", parquet(text=[["a"]]), "document 1 on .*list"),
+    ("x.jsonl.gz", gzip.compress(LINES, mtime=0)[:-9], "document 1 on .*EOFError"),
+    ("x.jsonl", LINES + b'\n{"text": "b\n', "document 72 on .*JSONDecodeError"),
+    ("x.jsonl", LINES + b'{"content": "b", "id": 1}\n', "document 71 on .*KeyError: 'text'"),
+    ("x.jsonl", LINES + b'{"text": 1.5}\n', "document 71 on .*Error"),
+    ("x.jsonl", LINES + b'["text"]\n', "document 71 on .*Error"),
+    ("x.jsonl", LINES + b"7\n", "document 71 on .*Error")])
 def test_a_bad_file_is_one_line(tmp_path, make, name, data, says):
     """The message names the file and the row, and what is wrong with it."""
     write(tmp_path / name, data)
@@ -369,9 +386,9 @@ def test_a_corpus_of_one_shard_is_refused(tmp_path, make):
         make(ROOT / "tests", tmp_path / "none")
 
 @pytest.mark.parametrize("change, says", [
-    ({"shard_siz": 5}, "unrecognized arguments: --shard_siz"), ({"shard_size": 99}, "=99: .*1025"),
-    ({"nprocs": "-1"}, "nprocs=-1: it must be 0 or more"), ({"nprocs": "x"}, "nprocs.*'x'.*--help"),
-    ({"encoding": "gpt3"}, "encoding=gpt3 is unknown: choose bytes, gpt2, .*cl100k_base"),
+    ({"shard_siz": 5}, "unrecognized arguments: --shard_siz"), ({"shard_size": 99}, "=99, .*1025"),
+    ({"threads": "-1"}, "threads=-1: they must be"), ({"threads": "x"}, "threads.*'x'.*--help"),
+    ({"encoding": "gpt3"}, "encoding=gpt3 cannot be loaded .*gpt2, .*cl100k_base"),
     ({"local_dir": ""}, "local_dir= cannot be used"),
     ({"local_dir": __file__}, "local_dir=.* cannot be used .*exists")])
 def test_a_bad_flag_is_one_line(corpus, tmp_path, change, says):
@@ -406,8 +423,32 @@ def test_main_runs_in_a_notebook(corpus, tmp_path, monkeypatch):
     monkeypatch.setattr("logging.disable", Mock())
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     monkeypatch.delattr(sys.stdout, "reconfigure", raising=False)
-    monkeypatch.setattr(sys, "argv", ["fineweb.py", *flags(corpus, tmp_path, max_shards=2)])
-    assert fineweb.main() is None and "2 shards" in sys.stdout.getvalue()
+    words = flags(corpus, tmp_path, max_shards=2)
+    assert fineweb.main(words) is None and "2 shards" in sys.stdout.getvalue()
+
+def close_stdout_pipe():
+    """Let stdout be a pipe that nobody reads any more, as after `| head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, 1)
+
+@pytest.mark.parametrize("close", [
+    close_stdout_pipe, partial(os.close, 1), partial(os.close, 2), partial(os.closerange, 0, 3)])
+def test_closed_streams_do_not_stop_the_work(corpus, whole, tmp_path, close):
+    """Nothing is said about the disk."""
+    status, out, err = finish(corpus, tmp_path, preexec_fn=close)
+    assert (status, err) == (0, "") and digests(tmp_path) == digests(whole)
+
+@pytest.mark.parametrize("usable, asked, used", [(2, 0, 2), (96, 0, 16), (2, 40, 40)])
+def test_threads_for_the_cores_that_may_be_used(corpus, tmp_path, make, monkeypatch, usable, asked,
+                                                used):
+    """By default, at most 16, because more do not help."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(usable)), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 128)
+    add = Mock(return_value=[{"tokens": 1, "documents": 1}] * 2)
+    monkeypatch.setattr(fineweb, "add_shards", add)
+    make(corpus, tmp_path, threads=asked)
+    assert add.call_args.args[0].threads == used
 
 # --------------------------------------------------------------------------------- a local hub
 class HubRequest(http.server.BaseHTTPRequestHandler):
@@ -526,7 +567,7 @@ def test_an_unreachable_hub_or_file_is_one_line(hub, tmp_path):
         assert re.fullmatch(rf"fineweb\.py: source={source} .* cannot be fetched from .*\n", err)
     hub.fail = lambda path, span: 404 if span and "/d[1].par" in path else None
     status, out, err = run(DATASET, tmp_path / "out", env=hub.env)
-    assert re.fullmatch(r"fineweb\.py: .*/d\[1\].parquet cannot be read from row 1 .*\n", err), err
+    assert re.fullmatch(r"fineweb\.py: .*/d\[1\].parquet cannot be read .*\n", err), err
 
 def test_ctrl_c_during_a_download(hub, tmp_path):
     """Ctrl-C ends the script while it waits for the hub, without a line of any library."""
@@ -544,39 +585,60 @@ def test_ctrl_c_during_a_download(hub, tmp_path):
 
 # ----------------------------------------------------------------------------- shared helpers
 def test_end_of_text_is_special_only_on_request():
-    """Also in a text that has to be encoded in parts, of which none cuts <|endoftext|>."""
-    for text in ("a<|endoftext|>" * 300, "a<|endoftext|>" * 9_000 + "b" * 100_001):
+    """Also in a text that has to be encoded in parts, which keep line ends and <|endoftext|>."""
+    for text in ("a\n<|endoftext|>" * 300, "a\n<|endoftext|>\r\n" * 9_000 + "b\n" * 50_001):
         for special in (False, True):
             expected = BYTES.encode(text, allowed_special="all" if special else set(),
                                     disallowed_special=())
-            in_parts = Mock(wraps=BYTES, encode_to_numpy=Mock(side_effect=lambda part, **kwargs: (
+            in_parts = Mock(n_vocab=257, encode_to_numpy=Mock(side_effect=lambda part, **kwargs: (
                 BYTES.encode_to_numpy(part, **kwargs) if len(part) <= 100_000 else int("x"))))
-            for encoding in (BYTES, in_parts):
-                ids = encode(encoding, text, special)
-                assert isinstance(ids, np.ndarray) and ids.tolist() == expected
+            for enc in (BYTES, in_parts):
+                ids = encode(enc, text, special)
+                assert ids.dtype == np.uint16 and ids.tolist() == expected
     assert encode(BYTES, "").shape == (0,)
 
-SAMPLE = ("Don't stop . it's\n\n\t 'LL we'Ll naïve 日本語 🙂👩‍👩‍👧  1234567 x=[1, 2];\r\n return !?\n \n"
-          "  two  spaces   \u3000 Über \x00")
+@pytest.fixture
+def hf_folder(tmp_path, gpt2_encoding):
+    """Return a function that makes a folder with a tokenizer: GPT-2's, or one with edited JSON."""
+    pytest.importorskip("transformers")
+    fineweb.save_tokenizer(get_encoding("gpt2"), tmp_path, context=1024)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    path = tmp_path / "tokenizer.json"
 
-@pytest.mark.parametrize("name", ["bytes", "gpt2", "p50k_base", "cl100k_base"])
-def test_an_exported_tokenizer_gives_the_ids_of_tiktoken(name, tmp_path, monkeypatch):
-    """Encodings that transformers' converter would number differently are refused."""
-    transformers = pytest.importorskip("transformers")
-    if name != "bytes":
-        monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(shared("tiktoken_cache")))
-    encoding = get_encoding(name)
-    if name in ("p50k_base", "cl100k_base"):
-        with pytest.raises(ValueError, match=f"the ids of {name} have gaps, or"):
-            fineweb.save_tokenizer(encoding, tmp_path, 64)
-        return
-    fineweb.save_tokenizer(encoding, tmp_path, 64)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    text = SAMPLE + (ROOT / "input.txt").read_text("utf-8")[:20_000]
-    assert tokenizer.encode(text) == encoding.encode_ordinary(text)
-    assert tokenizer.decode(tokenizer.encode(SAMPLE)) == SAMPLE
-    assert tokenizer.encode("<|endoftext|>") == [encoding.eot_token] == [tokenizer.eos_token_id]
-    assert (len(tokenizer), tokenizer.model_max_length) == (encoding.n_vocab, 64)
+    def edit(change):
+        content = json.loads(path.read_text("utf-8"))
+        change(content)
+        path.write_text(json.dumps(content))
+        return tmp_path
+    return edit
+
+def reverse_ids(content):
+    vocab = content["model"]["vocab"]
+    content["model"]["vocab"] = {token: 50255 - number for token, number in vocab.items()}
+
+def split_digits(content):
+    content["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [
+        {"type": "Digits", "individual_digits": True}, content["pre_tokenizer"]]}
+
+def test_another_tokenizer_with_as_many_ids_is_noticed(hf_folder, tmp_path):
+    """It may have other ids, or cut texts at other places. A folder may have no tokenizer."""
+    gpt2 = get_encoding("gpt2")
+    assert fineweb.same_tokenizer(hf_folder(len), gpt2)
+    assert not fineweb.same_tokenizer(str(tmp_path), BYTES)
+    assert not fineweb.same_tokenizer(str(hf_folder(split_digits)), gpt2)
+    fineweb.save_tokenizer(gpt2, tmp_path, context=1024)
+    assert not fineweb.same_tokenizer(hf_folder(reverse_ids), gpt2)
+    for path in tmp_path.glob("tokenizer*"):
+        path.unlink()
+    assert fineweb.same_tokenizer(tmp_path, gpt2)
+
+def test_the_hub_is_not_asked_for_the_tokenizer_of_gpt2(monkeypatch):
+    """A tokenizer that cannot be loaded counts as the same."""
+    load = Mock(side_effect=OSError("no network"))
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
+    for name in ("gpt2", "openai-community/gpt2-xl", "somebody/gpt2"):
+        assert fineweb.same_tokenizer(name, BYTES)
+    assert [call.kwargs["local_files_only"] for call in load.mock_calls] == [True, True, False]
 
 def test_a_missing_vocabulary_is_one_line(tmp_path, monkeypatch):
     """The message names the constant and the remedy."""
@@ -596,11 +658,14 @@ def test_a_file_is_on_the_disk_before_it_gets_its_name(tmp_path, monkeypatch):
         fineweb.write_whole(path, lambda file: (file.write(b"half"), 1 / 0))
     assert path.read_bytes() == b"earlier" and list(path.parent.iterdir()) == [path]
 
-def test_a_disk_without_locks_can_be_used(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("error", [NotImplementedError(), OSError(errno.ENOTSUP, "no locks"),
+                                   OSError(errno.EOPNOTSUPP, "no locks"),
+                                   OSError(errno.ENOLCK, "no locks")])
+def test_a_disk_without_locks_can_be_used(tmp_path, monkeypatch, capsys, error):
     """A line warns that the folder is not locked."""
-    monkeypatch.setattr("filelock.FileLock.acquire", Mock(side_effect=NotImplementedError))
-    fineweb.lock_folder("log_dir", str(tmp_path / "a/b"))
-    assert "/a/b/ cannot be locked" in capsys.readouterr().out
+    monkeypatch.setattr("fcntl.flock", Mock(side_effect=error))
+    lock = fineweb.lock_folder("log_dir", str(tmp_path / "a/b"))
+    assert "/a/b/ cannot be locked" in capsys.readouterr().out and not lock.is_locked
 
 @dataclasses.dataclass(frozen=True)
 class Example:
@@ -610,34 +675,34 @@ class Example:
     fast: bool = True  # whether to hurry
     compile: Literal["auto", True, False] = "auto"
 
-def parse(monkeypatch, *words):
-    monkeypatch.setattr(sys, "argv", ["x.py", *words])
+def parse(*words):
     presets = {"SMALL": {"steps": 7}, "FINETUNE": {"steps": 9}}
-    return fineweb.parse_flags(Example, "doc", presets)
+    return fineweb.parse_flags(Example, "doc", presets, words)
 
 def test_flags_have_the_types_of_their_constants(monkeypatch):
     """True and False are accepted in any case, and only flags that were given are returned."""
-    assert parse(monkeypatch) == {}
-    given = parse(monkeypatch, "--steps=20", "--rate=2", "--name=true", "--fast=false",
-                  "--compile=FALSE")
+    assert parse() == {}
+    given = parse("--steps=20", "--rate=2", "--name=true", "--fast=false", "--compile=FALSE")
     assert given == {"steps": 20, "rate": 2.0, "name": "true", "fast": False, "compile": False}
     assert [type(value) for value in given.values()] == [int, float, str, bool, bool]
-    assert parse(monkeypatch, "--compile=auto", "--fast=True") == {"compile": "auto", "fast": True}
+    assert parse("--compile=auto", "--fast=True") == {"compile": "auto", "fast": True}
+    monkeypatch.setattr(sys, "argv", ["x.py", "--steps=3"])
+    assert fineweb.parse_flags(Example, "doc") == {"steps": 3}
 
 @pytest.mark.parametrize("word, says", [
     ("--steps=1.5", "--steps.*'1.5'"), ("--rate=x", "--rate.*'x'"), ("--fast=yes", "--fast.*'yes'"),
     ("--compile=no", "--compile.*'no'.*auto"), ("--step=1", "--step=1"), ("--steps", "--steps"),
     ("word", "word")])
-def test_a_bad_flag_is_named(monkeypatch, capsys, word, says):
+def test_a_bad_flag_is_named(capsys, word, says):
     """The message is one sentence, without a list of all flags."""
     with refused(rf"{says}.*--help"):
-        parse(monkeypatch, word)
+        parse(word)
     assert capsys.readouterr() == ("", "")
 
-def test_help_has_comments_defaults_and_presets(monkeypatch, capsys):
+def test_help_has_comments_defaults_and_presets(capsys):
     """--help prints each constant's comment, its default, and its value in each preset."""
     with pytest.raises(SystemExit):
-        parse(monkeypatch, "--help")
+        parse("--help")
     out = " ".join(capsys.readouterr().out.split())
     assert "100 % of it [12, in SMALL 7, in FINETUNE 9]" in out
     assert "whether to hurry [True]" in out and "--compile auto|True|False" in out

@@ -211,8 +211,8 @@ def test_questions_are_in_file_order_with_labels_as_ints(data):
         hellaswag.iterate_examples("train")
 
 @pytest.mark.parametrize("last", [
-    (), (b'{"ctx": "A ma',), (b"\xff\xfe",), (example(label=4),), (example(label=-1),),
-    (example(label=""),), (b'{"ctx": ""}',), (example(), example())])
+    (), (b'{"ctx": "A ma',), (b"\xff\xfe",), (example(label=""),), (b'{"ctx": ""}',),
+    (example(), example())])
 def test_a_damaged_file_is_one_line(last, data):
     """The message names the file and says to delete it."""
     data(example(), example(), *last)
@@ -223,12 +223,12 @@ def test_a_damaged_file_is_one_line(last, data):
 def fetch(data, monkeypatch, tmp_path):
     """Return a function that calls iterate_examples() with a stand-in for the hub.
 
-    The stand-in has n questions or the given bytes, or raises an error (side_effect=...).
+    The stand-in has three questions or the given bytes, or raises an error (side_effect=...).
     """
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
 
-    def start(n=3, content=None, **words):
-        rows, file = [example(label=str(i), ctx_a="A man") for i in range(n)], io.BytesIO()
+    def start(content=None, **words):
+        rows, file = [example(label=str(i), ctx_a="A man") for i in range(3)], io.BytesIO()
         parquet.write_table(arrow.Table.from_pylist(rows), file)
         (tmp_path / "hub.parquet").write_bytes(content or file.getvalue())
         get = mock.Mock(return_value=tmp_path / "hub.parquet", **words)
@@ -247,14 +247,13 @@ def test_questions_are_downloaded_once(fetch, capsys):
     assert list(hellaswag.DATA.parent.iterdir()) == [hellaswag.DATA]
     assert capsys.readouterr().out.startswith("downloading HellaSwag")
 
-@pytest.mark.parametrize("n, content, error, reason", [
-    (2, None, None, "2 of 3 questions"), (3, b"PAR1 not", None, "[Pp]arquet"),
-    (3, None, ConnectionError("no\nnetwork"), "no")])
-def test_a_failed_download_is_one_line(n, content, error, reason, fetch, capsys):
+@pytest.mark.parametrize("content, error, reason", [
+    (b"PAR1 not", None, "[Pp]arquet"), (None, ConnectionError("no\nnetwork"), "no")])
+def test_a_failed_download_is_one_line(content, error, reason, fetch, capsys):
     """The message gives the reason and the remedies, and nothing is written."""
     pattern = fr"^HellaSwag .* https?://.* \(.*{reason}.*\): .*HF_ENDPOINT, .* at /.*\.jsonl\.\Z"
     with pytest.raises(UserError, match=pattern):
-        fetch(n, content, side_effect=error)
+        fetch(content, side_effect=error)
     assert not hellaswag.DATA.exists() and capsys.readouterr().err == ""
 
 # -------------------------------------------------------------------------------- command line
@@ -270,7 +269,7 @@ def folder(tmp_path_factory):
     return path
 
 @pytest.fixture
-def main(data, monkeypatch):
+def main(data):
     """Return a function that runs `hellaswag.py <args>` in this process, on the tests' device.
 
     There are three questions, and the last one is too long for the tiny model.
@@ -278,8 +277,7 @@ def main(data, monkeypatch):
     data(example(), example(label=1), example(ctx="A man is on a roof. " * 30))
 
     def run(*args):
-        monkeypatch.setattr(sys, "argv", ["hellaswag.py", "-d", device_type(), *map(str, args)])
-        hellaswag.main()
+        hellaswag.main(["-d", device_type(), *map(str, args)])
     return run
 
 def test_transformers_scores_are_those_of_a_plain_loop(folder, gpt2_encoding, tmp_path):
@@ -322,8 +320,31 @@ def test_a_model_with_another_vocabulary_is_loaded_with_its_tokenizer(tmp_path):
     text_to_ids = hellaswag.load_model(str(tmp_path), "cpu")[1]
     question = {"ctx": "ab", "endings": ["c", "d", "e", "f g"]}
     endings = [[32, 99], [32, 100], [32, 101], [32, 102, 32, 103]]
-    assert hellaswag.tokenize(question, text_to_ids) == ([97, 98], endings)
-    assert hellaswag.tokenize(question, lambda text: [1, *text.encode()]) == ([1, 97, 98], endings)
+    assert hellaswag.question_to_ids(question, text_to_ids) == ([97, 98], endings)
+    with_start = hellaswag.question_to_ids(question, lambda text: [1, *text.encode()])
+    assert with_start == ([1, 97, 98], endings)
+
+def test_another_tokenizer_with_as_many_ids_as_gpt2_is_used(folder, gpt2_encoding, tmp_path):
+    """A folder with GPT-2's own tokenizer is scored with tiktoken, which is faster."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    save_tokenizer(get_encoding("gpt2"), copy, 64)
+    assert hellaswag.load_model(str(copy), "cpu")[1] == hellaswag.gpt2_encode
+    content = json.loads((copy / "tokenizer.json").read_text("utf-8"))
+    vocab = content["model"]["vocab"]
+    content["model"]["vocab"] = {token: 50255 - number for token, number in vocab.items()}
+    (copy / "tokenizer.json").write_text(json.dumps(content))
+    text_to_ids = hellaswag.load_model(str(copy), "cpu")[1]
+    assert text_to_ids("a house") == [50255 - i for i in gpt2_encoding.encode("a house")]
+
+def test_the_result_is_printed_to_any_stdout(folder, main, gpt2_encoding, tmp_path, monkeypatch):
+    """Characters that it lacks are escaped. Without stderr, there is no progress bar."""
+    stdout = io.TextIOWrapper(io.BytesIO(), encoding="cp1252")
+    monkeypatch.setattr(sys, "stdout", stdout)
+    monkeypatch.setattr(sys, "stderr", None)
+    main("-m", shutil.copytree(folder, tmp_path / "模型"))
+    stdout.flush()
+    printed = stdout.buffer.getvalue()
+    assert rb"\u6a21\u578b on" in printed and b"acc_norm 0." in printed
 
 def test_bad_models_are_one_line(tmp_path, folder, main, monkeypatch, capsys):
     """A model is refused if its name is unknown, if it is a pickle, if a layer has no weights, if

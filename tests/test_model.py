@@ -146,13 +146,49 @@ def test_generate_from_prompts_of_any_length(length):
         assert torch.equal(model.generate(idx, 40, temperature, top_k, seeded(5)), expected)
     assert torch.equal(torch.get_rng_state(), state)
 
+def test_dropout_is_applied_to_the_embedding_the_attention_and_both_branches_of_a_block():
+    """With a dropout of almost 1, each of these four places alone changes the logits."""
+    model = shake(small(n_layer=1))
+    expected = model(ids())[0]
+    block = model.transformer.h[0]
+    places = {"embedding": [model.dropout], "branches": [block.dropout], "attention": [block.attn]}
+    for name, modules in places.items():
+        for module in modules:
+            module.train()
+            before = module.p if hasattr(module, "p") else None
+            if name == "attention":
+                module.dropout = 0.9
+            else:
+                module.p = 0.9
+            assert not torch.allclose(model(ids())[0], expected, atol=1e-2), name
+            module.eval()
+            module.dropout, module.p = 0.0, before
+    seen = []
+    block.dropout.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
+    model(ids())
+    assert len(seen) == 2 and not torch.equal(*seen)  # after the attention and after the MLP
+
+def test_micro_batches_processes_and_steps_have_different_dropout_masks(monkeypatch):
+    """A seed belongs to a row number, so two runs with the same B have the same masks."""
+    seeds, cfg = [], t.Config(B=4, T=32, total_batch_size=8 * 32 * 2, dropout=0.1)
+    monkeypatch.setattr(t, "WORLD_SIZE", 2)
+    monkeypatch.setattr(t.dist, "all_reduce", lambda sums: None)
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: seeds.append(seed))
+    for rank in (0, 1):
+        monkeypatch.setattr(t, "RANK", rank)
+        run = stub_run(small(dropout=0.1), cfg, ids(T=33))
+        run.ddp_model.no_sync = contextlib.nullcontext
+        for _ in range(2):
+            t.train_step(run)
+    assert len(set(seeds)) == len(seeds) == 2 * 2 * 2
+
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_one_batch_can_be_overfitted(optimizer):
     cfg = t.Config(optimizer=optimizer, weight_decay=0.0, max_lr=1e-2, min_lr=1e-3, T=32, B=4,
                    total_batch_size=128, warmup_steps=5, max_steps=80)
     run = stub_run(small(n_embd=64), cfg, ids(T=33))
     for _ in range(cfg.max_steps):
-        loss, _, _ = t.train_step(run)
+        loss, _ = t.train_step(run)
     assert loss < 0.01
 
 @pytest.mark.parametrize("micro_steps, processes, grad_clip", [(4, 1, 0.1), (4, 2, 0.0)])
@@ -168,20 +204,34 @@ def test_a_step_moves_by_the_clipped_gradient(monkeypatch, micro_steps, processe
     model.zero_grad()
     cfg = t.Config(B=4, T=32, total_batch_size=128 * micro_steps * processes, grad_clip=grad_clip,
                    max_lr=0.5, warmup_steps=10)
-    run = stub_run(model, cfg, rows, [torch.optim.SGD(model.parameters(), lr=15.0)])
+    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
+    sgd.param_groups[0]["initial_lr"] = 15.0
+    run = stub_run(model, cfg, rows, [sgd])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     monkeypatch.setattr(t, "WORLD_SIZE", processes)
     monkeypatch.setattr(t.dist, "all_reduce", lambda sums: sums.mul_(processes))
     model.no_sync = mock.Mock(side_effect=contextlib.nullcontext)
-    assert t.train_step(run) == (pytest.approx(loss), pytest.approx(norm, rel=1e-4), False)
+    assert t.train_step(run) == (pytest.approx(loss), pytest.approx(norm, rel=1e-4))
     assert model.no_sync.call_count == (micro_steps - 1) * (processes - 1)
     factor = 1.5 * min(1.0, grad_clip / norm if grad_clip else 1.0)  # step 0 has a tenth of lr
     for name, p in model.named_parameters():
         torch.testing.assert_close(before[name] - p, factor * grads[name], atol=1e-6, rtol=1e-3)
         assert p.grad is None
     assert not model.training and run.step == 1
-    run.stop = True
-    assert t.train_step(run)[2]
+    assert not run.stop
+    run.signalled = True
+    t.train_step(run)
+    assert run.stop
+
+def test_learning_rate_of_wsd_is_constant_until_the_last_steps():
+    """A run that branches before the decay and is longer has the same learning rate until then."""
+    cfg = t.Config(lr_shape="wsd", decay_steps=1000, min_lr=0.0)
+    expected = {0: 6e-4 / 715, 714: 6e-4, 715: 6e-4, 18073: 6e-4, 18573: 3e-4, 19072: 6e-7,
+                19073: 0}
+    assert {n: t.get_lr(n, cfg) for n in expected} == pytest.approx(expected, rel=1e-3)
+    assert t.get_lr(19073, t.replace(cfg, max_steps=30000)) == 6e-4
+    short = t.replace(cfg, max_steps=1000)  # the decay begins after warmup
+    assert t.get_lr(715, short) == 6e-4 > t.get_lr(716, short) > 5.9e-4
 
 @pytest.mark.parametrize("shape, quarter", [("linear", 0.75), ("cosine", 0.5 + 0.5**1.5)])
 def test_learning_rate_at_points_of_its_schedule(shape, quarter):
@@ -216,6 +266,10 @@ def test_every_trainable_parameter_is_in_one_group_of_an_optimizer(optimizer):
         assert (kind, decay, ratio) == expected, names[p]
     adamw = optimizers[0].param_groups[0]
     assert (adamw["betas"], adamw["eps"], adamw["fused"]) == ((0.9, 0.95), 1e-8, True)
+    cfg = t.Config(optimizer="muon", beta1=0.8, beta2=0.9, eps=1e-6, muon_momentum=0.7)
+    groups = [o.param_groups[0] for o in t.configure_optimizers(model, cfg)]
+    assert (groups[0]["betas"], groups[0]["eps"]) == ((0.8, 0.9), 1e-6)
+    assert groups[1]["momentum"] == 0.7
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 0.02), (torch.bfloat16, 0.08)])
 def test_our_muon_computes_the_same_as_that_of_torch(monkeypatch, dtype, tolerance):
@@ -241,7 +295,7 @@ def test_our_muon_computes_the_same_as_that_of_torch(monkeypatch, dtype, toleran
     assert (unused == 1).all() and seen == {dtype}
 
 def test_muon_treats_query_key_and_value_as_three_matrices():
-    """The update of c_attn equals the updates of three separate matrices.
+    """The update of c_attn equals the updates of three separate matrices. No other one is cut.
 
     If c_attn were one matrix, a large gradient of the value would leave little for query and key.
     """
@@ -250,9 +304,20 @@ def test_muon_treats_query_key_and_value_as_three_matrices():
         p.grad = grad
         t.Muon([p], lr=0.1, weight_decay=0.1).step()
         return p
-    grad = torch.randn(72, 24, generator=seeded(5))
-    grad[48:] *= 100
-    torch.testing.assert_close(after_a_step(grad), torch.cat([*map(after_a_step, grad.chunk(3))]))
+    model = small(n_layer=1, n_embd=24)
+    model.transformer.h[0].mlp.c_up = nn.Linear(24, 72)  # it has the shape of c_attn
+    cfg = t.Config(optimizer="muon", max_lr=0.1, muon_lr_ratio=1.0)
+    muon = t.configure_optimizers(model, cfg)[1]
+    parameters = {name: p for name, p in model.transformer.h.named_parameters() if p.dim() == 2}
+    assert len(parameters) == 5
+    for p in parameters.values():
+        p.data.fill_(1)
+        p.grad = torch.randn(p.shape, generator=seeded(5))
+        p.grad[len(p) * 2 // 3:] *= 100
+    muon.step()
+    for name, p in parameters.items():
+        parts = p.grad.chunk(3) if name == "0.attn.c_attn.weight" else [p.grad]
+        torch.testing.assert_close(p, torch.cat([*map(after_a_step, parts)]))
 
 def test_newton_schulz_makes_singular_values_about_one():
     """The singular vectors do not change, and a matrix of zeros remains zero."""

@@ -7,7 +7,7 @@ import sys
 from unittest import mock
 
 import pytest
-from conftest import ROOT, Forked, flags, run_script, write_text
+from conftest import ROOT, Forked, device_type, flags, run_script, write_text
 
 import fineweb
 import hellaswag
@@ -31,20 +31,26 @@ def test_a_run_describes_itself(tmp_path):
     assert all(re.fullmatch(r"\d\S*", value) for _, _, value in log)
     steps = {metric: [int(step) for step, name, _ in log if name == metric]
              for _, metric, _ in log}
-    assert steps == {"val": [0, 5, 10, 12], "train": [*range(12)], "norm": [*range(12)],
-                     "tok/s": [5, 10, 12]}
+    assert steps == {"parameters": [0], "val": [0, 5, 10, 12], "train": [*range(12)],
+                     "norm": [*range(12)], "tok/s": [5, 10, 12], "train_s": [0, 5, 10, 12]}
+    seconds = [float(value) for _, metric, value in log if metric == "train_s"]
+    assert seconds[0] == 0 and seconds == sorted(set(seconds))
+    assert re.search(rf"^machine   1 x {device_type()}.*, torch 2\.", run.stdout, re.M)
+    assert re.search(r"^model +[\d,]+ parameters; AdamW trains 6 matrices and 10 vectors$",
+                     run.stdout, re.M)
     assert [int(step) for step, _, _ in log] == sorted(int(step) for step, _, _ in log)
     number = r"[\d.,e+-]+"
     for step in (0, 4, 8):
         assert re.search(rf"^ +{step}/12 train {number} lr {number} norm {number} {number} ms "
                          rf"{number} tok/s 0:\d\d:\d\d left$", run.stdout, re.M), run.stdout
     assert len(re.findall(" train .* left$", run.stdout, re.M)) == 3
-    assert re.search(rf"^ +10/12 val {number}$", run.stdout, re.M)
+    assert re.search(rf"^ +10/12 val {number}( .* TFLOP/s per GPU, peak .* GiB)?$", run.stdout,
+                     re.M)
     assert "donn\\xe9es/log.txt" in run.stdout and "---\nGr\\xfc\\xdfe" in run.stdout
     assert "Not exported: it is not here" in run.stdout
     config = json.loads((folder / "config.json").read_text())
     assert config.keys() == t.Config.__dataclass_fields__.keys() and config["n_embd"] == 16
-    assert (folder / "train_gpt2.py").read_bytes() == (ROOT / "train_gpt2.py").read_bytes()
+    assert (folder / "train_gpt2_00000.py").read_bytes() == (ROOT / "train_gpt2.py").read_bytes()
 
 def close_stdout(t):
     """Make stdout a pipe whose other end is closed."""
@@ -59,11 +65,11 @@ def test_a_closed_terminal_does_not_stop_a_run(tmp_path):
     assert t.find_checkpoints(tmp_path / "log").keys() == {4}
 
 def test_a_metric_is_logged():
-    """report() appends a line to the log. A full disk does not stop the run."""
+    """log_metric() appends a line to the log. A full disk does not stop the run."""
     run = mock.Mock()
-    t.report(run, 399, "gate", 1 / 3)
+    t.log_metric(run, 399, "gate", 1 / 3)
     run.log.write.side_effect = OSError("No space left")
-    t.report(run, 400, "val", 1e-9)
+    t.log_metric(run, 400, "val", 1e-9)
     written = [call.args[0] for call in run.log.write.call_args_list]
     assert written == [b"399 gate 0.3333333\n", b"400 val 1e-09\n"]
     with mock.patch("builtins.print", side_effect=OSError("No space left")):
