@@ -50,8 +50,9 @@ def check_command(words):
     for flag in set(flags) - {"--help"}:
         if script in CONFIGS:
             check_flag(script, flag)
-        else:
-            assert f'"{flag.partition("=")[0]}"' in source, f"{script} has no option {flag}"
+        elif f'"{flag.partition("=")[0]}"' not in source:
+            assert "flags" in source, f"{script} has no option {flag}"
+            check_flag("train_gpt2.py", flag)  # it passes them on
 
 def test_each_command_and_each_flag_exists():
     found = commands()
@@ -82,17 +83,18 @@ def test_targets_of_links_and_named_files_exist():
     headings = re.findall(r"^#+ (.+)$", TEXT, re.M)
     anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
     links = re.findall(r"\]\(([^)\s]+)\)", TEXT)
-    assert len(links) >= 20
+    assert len(links) >= 15
     for link in links:
         if link.startswith("#"):
             assert link[1:] in anchors, link
         elif not link.startswith("https://"):
             assert (ROOT / link).exists(), link
     for path in re.findall(r"`((?:tests/)?\w+\.(?:py|txt))`", TEXT):
-        assert (ROOT / path).exists() or path in ("my.txt", "log.txt"), path
+        found = (ROOT / path).exists() or (ROOT / "tests" / path).exists()
+        assert found or path in ("my.txt", "log.txt"), path
 
 def test_names_in_the_section_on_changes_are_in_the_scripts():
-    section = re.search(r"^## Change the code\n(.*?)^After", TEXT, re.M | re.S)[1]
+    section = re.search(r"^### Change the code\n(.*?)^After", TEXT, re.M | re.S)[1]
     sources = "".join((ROOT / name).read_text(encoding="utf-8") for name in CONFIGS)
     rows = "".join(re.findall(r"^\| .*", section, re.M))
     names = re.findall(r"`([A-Za-z_][\w.]*)(?:\([^`]*)?`", rows)
