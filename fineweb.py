@@ -11,8 +11,9 @@ shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as without the interruption.
 
 The first half of this file holds the helpers that all three scripts share.
-They are not in train_gpt2.py, because that file runs as __main__: importing it
-would create a second UserError, which its own `except UserError` does not catch.
+They are not in train_gpt2.py, because that file runs as __main__. If a helper
+imported it, Python would load it a second time, with a second class UserError,
+which `except UserError` in the first does not catch.
 """
 import argparse
 import dataclasses
@@ -80,12 +81,12 @@ def encoding_arguments(name):
     return ENCODING_CONSTRUCTORS[name]()
 
 @functools.cache  # hellaswag.py calls this for each text
-def get_encoding(name, thread=0):
+def get_encoding(name, thread_id=None):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used.
 
-    thread: the number of a thread, which is only part of the cache's key: each thread gets its own
-    Encoding, in 0.04 s and 11 MB for GPT-2. If two threads share one, they also share the caches of
-    its regular expression, and are 14% to 54% slower (tests/measured/tokenize.txt).
+    thread_id: only distinguishes calls in the cache, so that each thread can have its own Encoding,
+    which takes 0.04 s and 11 MB for GPT-2. Two threads that shared one would also share the caches
+    of its regular expression, and be 14% to 54% slower (tests/measured/tokenize.txt).
     """
     try:
         return tiktoken.Encoding(**encoding_arguments(name))
@@ -101,6 +102,8 @@ def encode(enc, text, special=False):
     special: whether the characters <|endoftext|> in the text become the special token. By default,
     they are ordinary text.
     """
+    # Replace lone surrogates (for example half of an emoji), which tiktoken does not accept
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     try:
         return enc.encode_to_numpy(
             text, allowed_special={END_OF_TEXT} if special else set(), disallowed_special=()
@@ -128,7 +131,8 @@ def save_tokenizer(enc, folder, context):
         tokenizer_object=converter.converted(), bos_token=END_OF_TEXT, eos_token=END_OF_TEXT,
         unk_token=END_OF_TEXT, model_max_length=context,
         clean_up_tokenization_spaces=False).save_pretrained(folder)
-    # Version 5 of transformers calls this class TokenizersBackend, which version 4 does not know
+    # In version 5 of transformers, the class is called TokenizersBackend, and its old name is an
+    # alias. Write the old name, because version 4 does not know the new one
     path = Path(folder, "tokenizer_config.json")
     path.write_text(path.read_text().replace(
         f'"{PreTrainedTokenizerFast.__name__}"', '"PreTrainedTokenizerFast"'))
@@ -136,8 +140,9 @@ def save_tokenizer(enc, folder, context):
 def same_tokenizer(source, enc):
     """Return whether a Hugging Face model's tokenizer gives the ids of a tiktoken.Encoding.
 
-    source: a folder or a name on the hub. For OpenAI's models, use only local files. If there is no
-    tokenizer, or if it cannot be loaded (for example offline), return True.
+    source: a folder or a name on the hub, where OpenAI's models are not looked up, since their
+    tokenizer is known. If there is no tokenizer, or if it cannot be loaded (for example offline),
+    return True.
     """
     # The text begins with a space, because some tokenizers put one before each text
     text = " It doesn't see naïve 日本語:\n\n\tfor i in range(1234567):  return x_i;\n"
@@ -182,8 +187,10 @@ def lock_folder(name, folder):
         raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose a "
                         f"different {name}.") from None
     except (NotImplementedError, OSError) as e:
-        # Some network disks do not support locks. Old versions of filelock do not pass the errno on
-        if getattr(e, "errno", errno.ENOLCK) not in (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK):
+        # These errors say that the disk does not support locks, as some network disks. Old versions
+        # of filelock raise a NotImplementedError, which has no errno, instead
+        no_locks = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
+        if isinstance(e, OSError) and e.errno not in no_locks:
             raise UserError(f"{name}={folder} cannot be used ({summary_of(e)}): choose a folder in "
                             f"which files can be written.") from None
         show(f"{folder}/ cannot be locked: make sure that no other run uses it.")
@@ -193,7 +200,7 @@ def show(line):
     """Print a line above the progress bar. If stdout is closed (`| head -1`), stop printing."""
     try:
         tqdm.write(line)
-    except (OSError, AttributeError):
+    except (OSError, AttributeError):  # AttributeError: it is None already
         sys.stdout = None
 
 def parse_flags(cls, doc, presets=None, argv=None):
@@ -240,7 +247,8 @@ def find_files(source, remote_name):
     """
     if os.path.isdir(source):
         paths, first_path = set(), {}
-        # If several paths lead to a folder, use the first. Those without links come first
+        # Of several paths to the same folder, only the one that is met first is used. Walk twice,
+        # first without following links, so that this path contains no link if possible
         for folder, subfolders, names in itertools.chain(
                 os.walk(source), os.walk(source, followlinks=True)):
             is_first = first_path.setdefault(os.path.realpath(folder), folder) == folder
@@ -288,13 +296,13 @@ def text_of(value):
     if not isinstance(value, str):  # from a parquet file
         return (value or b"").decode("utf-8", "replace")
     document = json.loads(value.strip("\ufeff \t\n\v\f\r") or '{"text": ""}')
-    # Replace lone surrogates (for example half of an emoji), which tiktoken does not accept
-    return (document["text"] or "").encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return "" + (document["text"] or "")  # a TypeError if it is not a string
 
 def read_groups(urls, start):
     """Yield (number of the file, number of the first document, texts) for each group of documents.
 
-    start: a position, as in manifest.json. Raise UserError if a file cannot be read.
+    start: the position of the first group: {"file": number, "document": number}. Raise UserError if
+    a file cannot be read.
     """
     for number in range(start["file"], len(urls)):
         document = start["document"] if number == start["file"] else 0
@@ -322,7 +330,8 @@ def tokenize(texts, encoding):
     """
     enc = get_encoding(encoding, threading.get_ident())
     parts = [np.insert(encode(enc, text), 0, enc.eot_token) for text in texts if text.strip()]
-    return np.concatenate([encode(enc, ""), *parts])  # "": all texts may be blank
+    # np.concatenate() needs at least one array, and all texts may be blank
+    return np.concatenate([encode(enc, ""), *parts])
 
 def tokenize_all(groups, encoding, threads):
     """Tokenize groups in the given number of threads. tiktoken releases the GIL while it works.
@@ -341,7 +350,7 @@ def tokenize_all(groups, encoding, threads):
 def cut_shards(jobs, shard_size, dtype, start, n_files):
     """Cut tokens into shards. For each one, yield its tokens (n,) and the position where it ends.
 
-    jobs: what tokenize_all() yields, from the group on in which the first shard begins (`start`).
+    jobs: what tokenize_all() yields. The first shard begins at start["used"] in the first group.
     n_files: the number of files. The end of the corpus is recorded as document 0 of file n_files.
     The yielded array is overwritten with the next shard.
     """
@@ -386,7 +395,7 @@ def find_finished(cfg, files):
     if not any(path.parent.glob("*_train_*.npy")):
         return []
     before, shards = ([json.loads(path.read_bytes())[key] for key in ("settings", "shards")]
-                      if path.exists() else ({}, []))  # other scripts write no manifest
+                      if path.exists() else ({}, []))  # made by another script: refused below
     now = json.loads(manifest_of(cfg, files, shards))["settings"]
     changes = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
                for name in before | now if before.get(name) != now.get(name)]
@@ -409,7 +418,8 @@ def add_shards(cfg, files, shards):
     for tokens, end in itertools.islice(new_shards, n_missing):
         # Use build-nanogpt's file names, whatever the corpus is
         name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
-        # To a real file, np.save() writes from C and does not notice a full disk
+        # Into a real file, np.save() writes from C, and does not notice a full disk. So give it an
+        # object that only has the file's write()
         write_whole(manifest.with_name(name),
                     lambda file: np.save(types.SimpleNamespace(write=file.write), tokens))
         shards = [*shards, {"name": name, "tokens": len(tokens), "documents": int(

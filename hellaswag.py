@@ -113,9 +113,9 @@ def gpt2_encode(text):
 
 def question_to_ids(example, text_to_ids=gpt2_encode):
     """Return the token ids of a question: (context, [4 endings]), all of them lists."""
-    # An ending continues the context, so its ids are those of " " + ending. But some tokenizers put
-    # a start token or a space of their own before each text. So encode "a " + ending, and drop as
-    # many ids as "a" alone has: those of "a" and of whatever the tokenizer put before it
+    # An ending continues the context, so its ids should be those of " " + ending. But some
+    # tokenizers put a start token or another space before each text. So encode "a " + ending. It
+    # begins with the ids of "a" (including a start token), which are dropped
     n_dropped = len(text_to_ids("a"))
     return text_to_ids(example["ctx"]), [text_to_ids("a " + ending)[n_dropped:]
                                          for ending in example["endings"]]
@@ -250,8 +250,8 @@ def evaluate(model, examples, progress=False):
     model: a train_gpt2.GPT, a transformers causal language model in eval() mode, or a function
     from ids (B, T) to logits (B, T, V). A compiled model is run eagerly. The caller chooses the
     precision with torch.autocast.
-    examples: the questions, tokenized by prepare(). For a model with GPT-2's encoding, dicts like
-    those from iterate_examples() also work.
+    examples: the questions, tokenized by prepare() (a Prepared). For a model with GPT-2's encoding,
+    dicts like those from iterate_examples() also work.
     progress: show a progress bar.
     Raise UserError, on every rank, if a loss is not finite.
     """

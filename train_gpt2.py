@@ -72,8 +72,9 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 class Config:
     """The settings: GPT-2 (124M) with GPT-3's hyperparameters (Brown et al. 2020, table 2.1).
 
-    If edu_fineweb10B contains no shards, and no other `data` is chosen, input.txt is used. (Under
-    torchrun, or if there is a GPU, this is an error, because the user probably meant GPT-2.)
+    For a text file, SMALL or FINETUNE below replace some of them. If edu_fineweb10B contains no
+    shards, and no other `data` is chosen, input.txt is used. (Under torchrun, or if there is a GPU,
+    this is an error, because the user probably meant GPT-2.)
     """
     data: str = "edu_fineweb10B"    # folder of .npy token shards, or a UTF-8 text file
     encoding: str = "gpt2"          # name of a tiktoken encoding, or bytes (needs no download)
@@ -90,9 +91,9 @@ class Config:
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
-    # A new run can start at step 0 with the weights in init_from, or at a later step with the
-    # checkpoint in branch_from. Of a run's folder, the best checkpoint is used for init_from, and
-    # the newest one for branch_from
+    # A new run can start at step 0 with other weights (init_from), or continue another run from one
+    # of its checkpoints (branch_from). If the value is the folder of a run, init_from uses its best
+    # checkpoint, and branch_from its newest one
     init_from: str = "scratch"      # weights: scratch, gpt2 ... gpt2-xl, a folder or a .pt file
     branch_from: str = ""           # checkpoint to start from: a run's folder or a .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
@@ -114,7 +115,7 @@ class Config:
     # Monitoring. For the settings that end in _every, 0 means never
     print_every: int = 1            # steps between lines on stdout; log.txt has every step
     eval_every: int = 250           # steps between validations, each of which also saves the run
-    keep_every: int = 5000          # steps between checkpoints kept beside the newest and best
+    keep_every: int = 5000          # steps between checkpoints that are never deleted
     val_tokens: int = 10485760      # tokens per validation; each validation reads the same ones
     hellaswag_every: int = 250      # steps between evaluations on HellaSwag
     sample_every: int = 1000        # steps between samples; one GPU samples while the others wait
@@ -258,9 +259,9 @@ class GPT(nn.Module):
         without targets. Targets of -100 are ignored. Validation also uses this loss, so a term that
         applies only in training (for example a z-loss) belongs under `if self.training`.
 
-        return_logits=False returns None in place of the logits. They are computed anyway, but
-        torch.compile allocates a gradient for each tensor that is returned: 13 GB for the logits
-        at B=64. So training does not ask for them.
+        return_logits=False returns None in place of the logits. Training uses it because
+        torch.compile allocates a gradient for each tensor that is returned: 13 GB for the logits at
+        B=64. (It saves no computation, since the loss needs the logits.)
         """
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
@@ -314,7 +315,7 @@ class GPT(nn.Module):
         (the bytes and <|endoftext|>) or 50257 ids (GPT-2's).
         Raise UserError if the weights cannot be read or do not fit this class.
         """
-        source = best_checkpoint(source) or source  # None if source is not a run's folder
+        source = best_checkpoint(source) or source  # replaces the folder of a run
         if not str(source).endswith(".pt"):
             return gpt_from_hugging_face(source, dropout, encoding)
         checkpoint = read_checkpoint(source)
@@ -424,7 +425,7 @@ def open_shards(folder, encoding):
 def open_data(cfg, enc):
     """Return the loaders for training and validation.
 
-    enc: the tiktoken.Encoding called cfg.encoding. If a text file contains the characters
+    enc: what get_encoding() returns for cfg.encoding. If a text file contains the characters
     <|endoftext|>, they become the special token that separates documents.
     Raise UserError if the data is unreadable or too short, or if it needs a different encoding.
     """
@@ -462,8 +463,8 @@ def get_lr(step, cfg):
     """Return AdamW's learning rate at a step: linear warmup to max_lr, then decay to min_lr.
 
     With lr_shape="wsd" (warmup, stable, decay), the rate decays only in the last decay_steps steps.
-    train_step() scales the learning rates of all optimizers by the same factor, so Muon's is always
-    muon_lr_ratio times AdamW's.
+    update_weights() scales the learning rates of all optimizers by the same factor, so Muon's is
+    always muon_lr_ratio times AdamW's.
     """
     if step < cfg.warmup_steps:
         return cfg.max_lr * (step + 1) / cfg.warmup_steps
@@ -558,7 +559,7 @@ def configure_optimizers(model, cfg, muon_dtype=torch.float32):
             lr=cfg.max_lr * cfg.muon_lr_ratio, weight_decay=cfg.weight_decay,
             momentum=cfg.muon_momentum, dtype=muon_dtype))
     for group in itertools.chain.from_iterable(o.param_groups for o in optimizers):
-        group["initial_lr"] = group["lr"]  # the peak, which train_step() scales
+        group["initial_lr"] = group["lr"]  # the peak, which update_weights() scales
     return optimizers
 
 # ---- Training
@@ -600,8 +601,8 @@ def validation_loss(run):
     sums = torch.zeros(2, device=run.device)  # the sum of the losses, and the number of targets
     for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        # The last batch also has B rows, because otherwise the model would be compiled again.
-        # Ignore those from number n_rows on. (In all other batches, there are none)
+        # The last batch has B rows, too, because the model would be compiled again for fewer rows.
+        # Ignore the targets in its surplus rows. (In all other batches, this selects no row)
         y[n_rows - row:] = -100
         with run.autocast():
             _, loss = run.model(x, y, return_logits=False)
@@ -642,10 +643,11 @@ def train_step(run):
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)
     update_weights(run, norm)
     run.step += 1
-    # While the GPU computes, read the next step's first batch. If this fails, the next step reads
-    # it again, and the error is raised there, after this step has been logged
+    # While the GPU computes, read the first batch of the next step, which is run.step now. If this
+    # fails, it is read again then, and the error is raised after the present step has been logged
     with contextlib.suppress(UserError):
-        run.next_batch = run.train_loader.batch(starts.start + rows, cfg.B, run.device)
+        run.next_batch = run.train_loader.batch(
+            run.step * rows + RANK * cfg.B, cfg.B, run.device)
     # Average over the processes. (The norm is the same on each.) If one was signalled, all stop
     sums = torch.stack((loss_of_step, norm, torch.full_like(norm, run.signalled)))
     if WORLD_SIZE > 1:
@@ -657,9 +659,9 @@ def train_step(run):
 def update_weights(run, norm):
     """Let each optimizer take a step with the learning rate of run.step, and delete the gradients.
 
-    norm: the norm of all gradients. GradScaler skips an optimizer if one of its float16 gradients
-    has overflowed. But then all optimizers must be skipped, because clipping has divided all
-    gradients by an infinite norm.
+    norm: the norm of all gradients. If a float16 gradient has overflowed, this norm is infinite,
+    and clipping, which divides by it, has set all finite gradients to 0. Then no optimizer may take
+    a step. (GradScaler skips only those whose own gradients have overflowed.)
     """
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
@@ -679,7 +681,7 @@ def due(every, run):
         run.step % every == 0 or run.step >= run.cfg.max_steps)
 
 def untrained(run):
-    """Return whether the weights are still random, so that there is nothing worth saving."""
+    """Return whether the weights are still random. Then they are only saved if the run ends."""
     return run.step == 0 and run.cfg.init_from == "scratch"
 
 def train(run):
@@ -695,11 +697,12 @@ def train(run):
         if due(cfg.eval_every, run):
             validate(run)
         # Save first, so that nothing is lost if HellaSwag or the sample fails
-        if ended or (due(cfg.eval_every, run) and not untrained(run)):
+        save_due = due(cfg.eval_every, run) or due(cfg.keep_every, run)
+        if ended or (save_due and not untrained(run)):
             save(run)
         if due(cfg.hellaswag_every, run) and run.hella:
             score_hellaswag(run)
-        if due(cfg.sample_every, run) and (run.step > 0 or ended):
+        if due(cfg.sample_every, run) and (ended or not untrained(run)):
             print_sample(run)
         if ended:
             break
@@ -723,7 +726,7 @@ def validate(run):
 
     Raise UserError if the loss is not finite.
     """
-    cfg, step, words = run.cfg, run.step, ""
+    cfg, step, gpu_facts = run.cfg, run.step, ""
     loss = validation_loss(run)
     log_metric(run, step, "val", loss)
     log_metric(run, step, "train_s", run.train_s)
@@ -731,9 +734,10 @@ def validate(run):
         speed = cfg.total_batch_size / np.median(run.seconds)  # tokens per second
         log_metric(run, step, "tok/s", speed)
         if run.device.type == "cuda":
-            words = (f" {speed * flops_per_token(run.model, cfg.T) / WORLD_SIZE / 1e12:.0f} TFLOP/s"
-                     f" per GPU, peak {torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
-    print0(f"{step:5d}/{cfg.max_steps} val {loss:.4f}{words}")
+            flops = speed * flops_per_token(run.model, cfg.T) / WORLD_SIZE
+            gpu_facts = (f" {flops / 1e12:.0f} TFLOP/s per GPU, peak "
+                         f"{torch.cuda.max_memory_allocated() / 2**30:.1f} GiB")
+    print0(f"{step:5d}/{cfg.max_steps} val {loss:.4f}{gpu_facts}")
     check_finite(run, f"The validation loss at step {step} is {loss:g}", loss)
     if loss < run.best_loss and not untrained(run):
         run.best_loss, run.best_step = loss, step
@@ -790,77 +794,92 @@ def checkpoint_of(run):
         "step": run.step, "best_loss": run.best_loss, "best_step": run.best_step,
         "train_s": run.train_s, "model": run.model.state_dict(),
         "gpt_config": asdict(run.model.config),
-        # Dicts and not lists, because share() sends the values of nested dicts one by one
+        # A dict instead of a list, so that share() can send it to other processes value by value
         "optimizers": dict(enumerate(o.state_dict() for o in run.optimizers)),
-        "scaler": run.scaler.state_dict(), "config": asdict(run.cfg), **data_sizes(run)}
+        "scaler": run.scaler.state_dict(), "config": asdict(run.cfg),
+        "data_facts": data_facts(run)}
 
 def restore(run, checkpoint, branch=False):
     """Load what checkpoint_of() returned into the run.
 
-    branch: whether the run is a new one (branch_from). If so, print which settings differ. If not,
-    raise UserError if any differ.
+    branch: whether the run is a new one, which continues that of the checkpoint (branch_from).
+    Raise UserError if the checkpoint does not fit the run.
     """
-    cfg, sizes = run.cfg, {name: checkpoint[name] for name in data_sizes(run)}
+    cfg, before = run.cfg, checkpoint["config"] | checkpoint["data_facts"]
     run.step, run.train_s = checkpoint["step"], checkpoint["train_s"]
-    before = checkpoint["config"] | sizes | ({"branch_from": cfg.branch_from} if branch else {})
-    changes = "; ".join(changed_settings(run, before))
     if branch:
-        # Continue at the row that a run with the current batch size would have reached
-        row_before, row = (run.step * batch // cfg.T
-                           for batch in (before["total_batch_size"], cfg.total_batch_size))
-        if row != row_before:
-            changes += (f"; {abs(row - row_before):,} rows of the data are "
-                        f"{'skipped' if row > row_before else 'read again'}")
-        if changes:
-            print0(f"!!! Not as in branch_from: {changes}.")
-    elif changes:
-        raise UserError(f"The run in {cfg.log_dir}/ is a different one: {changes}. Undo this "
-                        "change, or choose a different --log_dir.")
+        print_branch_changes(run, before)
     else:
+        check_same_run(run, before)
         run.best_loss, run.best_step = checkpoint["best_loss"], checkpoint["best_step"]
-        lr_before, lr = (get_lr(run.step, replace(cfg, max_steps=steps))
-                         for steps in (before["max_steps"], cfg.max_steps))
-        if lr != lr_before:
-            print0(f"!!! max_steps is {cfg.max_steps}, was {before['max_steps']}, so the learning "
-                   f"rate changes from {lr_before:.2e} to {lr:.2e} at step {run.step}.")
     load_weights(run.model, checkpoint["model"], cfg.branch_from if branch else cfg.log_dir)
     if cfg.optimizer == before["optimizer"]:
         for optimizer, saved in zip(run.optimizers, checkpoint["optimizers"].values(),
                                     strict=True):
-            # Load the state, but keep the current options, such as betas. (lr is not one of them,
-            # because each step sets it)
+            # Load the state, but keep the current options, such as betas. Of these, only lr is
+            # loaded, so that resuming and saving a run without a further step changes nothing
             options = [dict(group) for group in optimizer.param_groups]
             optimizer.load_state_dict(saved)
-            for group, edited in zip(optimizer.param_groups, options):
-                group.update(edited, lr=group["lr"])
+            for group, current in zip(optimizer.param_groups, options):
+                group.update(current, lr=group["lr"])
     if checkpoint["scaler"]:  # it is empty if the scaler was disabled
         run.scaler.load_state_dict(checkpoint["scaler"])
 
-# Settings that may differ when a run is resumed. `data` may have been moved, but must have the same
-# number of tokens. `epochs` only determines max_steps, which is checked separately. dtype and B may
+def check_same_run(run, before):
+    """Raise UserError if a resumed run has changed. Print whether max_steps changes the rate.
+
+    before: {name: value} of the settings and of data_facts() in the checkpoint.
+    """
+    changes = changed_settings(run, before)
+    if changes:
+        raise UserError(f"The run in {run.cfg.log_dir}/ is a different one: "
+                        f"{'; '.join(changes.values())}. Undo this change, or choose a different "
+                        "--log_dir.")
+    lr_before, lr = (get_lr(run.step, replace(run.cfg, max_steps=steps))
+                     for steps in (before["max_steps"], run.cfg.max_steps))
+    if lr != lr_before:
+        print0(f"!!! max_steps is {run.cfg.max_steps}, was {before['max_steps']}, so the learning "
+               f"rate changes from {lr_before:.2e} to {lr:.2e} at step {run.step}.")
+
+def print_branch_changes(run, before):
+    """Print what differs between a run and the one that it branches from. before: as above."""
+    cfg, changes = run.cfg, changed_settings(run, before)
+    changes.pop("branch_from", None)
+    # With another total_batch_size, the run goes on at another row of the data
+    row_before, row = (run.step * batch // cfg.T
+                       for batch in (before["total_batch_size"], cfg.total_batch_size))
+    if row != row_before:
+        changes["rows"] = (f"{abs(row - row_before):,} rows of the data are "
+                           f"{'skipped' if row > row_before else 'read again'}")
+    if changes:
+        print0(f"!!! Not as in branch_from: {'; '.join(changes.values())}.")
+
+# Settings that may differ when a run is resumed. `data` may have been moved, but data_facts() must
+# not differ. `epochs` only determines max_steps, which is checked separately. dtype and B may
 # differ although they affect rounding and, in the case of B, dropout masks
 MAY_CHANGE = {
     "data", "B", "epochs", "print_every", "eval_every", "keep_every", "hellaswag_every",
     "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir",
     "device", "dtype", "compile"}
 
-def data_sizes(run):
-    """Return the number of tokens for training and for validation."""
+def data_facts(run):
+    """Return the numbers of tokens, and a checksum of the first tokens for training."""
     return {"train_tokens": sum(map(len, run.train_loader.shards)),
-            "validation_tokens": sum(map(len, run.val_loader.shards))}
+            "validation_tokens": sum(map(len, run.val_loader.shards)),
+            "data_checksum": zlib.crc32(run.train_loader.shards[0][:4096])}
 
 def changed_settings(run, before):
-    """Return a message for each setting or data size that has changed.
+    """Return {name: message} for each setting or fact about the data that has changed.
 
     before: {name: value}. max_steps may be larger, and the settings in MAY_CHANGE may differ.
     """
-    now = asdict(run.cfg) | data_sizes(run)
+    now = asdict(run.cfg) | data_facts(run)
     # A setting that was added after the run began is assumed to have had its default value
     before = asdict(Config()) | before
     changed = {name for name in now if before[name] != now[name]} - MAY_CHANGE
     if now["max_steps"] > before["max_steps"]:
         changed.discard("max_steps")
-    return [f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)]
+    return {name: f"{name} was {before[name]!r}, is {now[name]!r}" for name in sorted(changed)}
 
 def load_weights(model, weights, source):
     """Load a state_dict. source: where the weights come from, for the error message."""
@@ -873,9 +892,8 @@ def load_weights(model, weights, source):
 
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder."""
-    prefix = "checkpoint_"
-    return {int(path.stem[len(prefix):]): path for path in Path(folder).glob(f"{prefix}*.pt")
-            if path.stem[len(prefix):].isdecimal()}
+    return {int(step): path for path in Path(folder).glob("checkpoint_*.pt")
+            if (step := path.stem.removeprefix("checkpoint_")).isdecimal()}
 
 def newest_checkpoint(folder):
     """Return the path of the newest checkpoint in a folder, or None."""
@@ -884,7 +902,8 @@ def newest_checkpoint(folder):
 def best_checkpoint(folder):
     """Return the path of the checkpoint with the lowest validation loss in a folder, or None.
 
-    In a run without validations, it is the newest one.
+    The newest checkpoint says at which step this was. If there is no such file, for example since
+    nothing was validated, return the newest one.
     """
     newest = newest_checkpoint(folder)
     return newest and find_checkpoints(folder).get(read_checkpoint(newest)["best_step"], newest)
@@ -933,7 +952,7 @@ def save(run):
     try:
         content = serialized(checkpoint_of(run))
     except Exception as e:  # for example, memory is full: training goes on
-        content = e
+        content = e  # write_checkpoint() prints it
     run.last_save = run.writer.submit(write_checkpoint, run.cfg, run.step, run.best_step, content)
 
 def write_checkpoint(cfg, step, best_step, content):
@@ -1033,7 +1052,8 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in H
 def converted(weights, n_rows):
     """Convert a state dict of our GPT into one of Hugging Face's GPT-2, or the other way round.
 
-    n_rows: to how many rows the embedding is padded or (F.pad also does this) cut.
+    n_rows: the number of rows of the embedding in the result. It is padded with rows of zeros, or
+    cut, since F.pad() cuts if the number of rows to add is negative.
     """
     return {key: F.pad(weight, (0, 0, 0, n_rows - len(weight))) if key in TIED
             else weight.t() if key.endswith(TRANSPOSED) else weight
@@ -1108,7 +1128,7 @@ def difference_of_logits(model, hf_model):
     """
     c = model.config
     idx = torch.randint(c.vocab_size, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    # Include <|endoftext|>, the last id: an edited GPT might not attend to tokens before it
+    # Include <|endoftext|>, the last id, since attention might have been edited to end at it
     idx[0, c.block_size // 2] = c.vocab_size - 1
     theirs = hf_model.float().eval()(idx).logits
     differences = (model(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
@@ -1149,44 +1169,46 @@ def set_up_device(name):
 
 def join_processes(device):
     """Form the group of all processes that torchrun started."""
-    # If a process dies, torchrun may start all of them again (--max-restarts). They must not find
-    # the addresses of dead processes in torchrun's store. torch puts the number of restarts before
-    # each key, but this number may differ between machines. So fix it, and use a prefix of our own
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
-    store, *_ = next(dist.rendezvous("env://"))  # a key-value store that all processes can reach
+    # The processes find each other through a key-value store in torchrun. If one of them dies,
+    # torchrun may start all of them again (--max-restarts), with the same store, in which they must
+    # not find the addresses of dead processes. So they put a new prefix before each key
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"  # torch's prefix; it may differ between machines
+    store, *_ = next(dist.rendezvous("env://"))
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(
-        backend="nccl" if gpu else "gloo", store=dist.PrefixStore(new_prefix(store), store),
+        backend="nccl" if gpu else "gloo", store=dist.PrefixStore(agree_on_prefix(store), store),
         rank=RANK, world_size=WORLD_SIZE, device_id=gpu, timeout=datetime.timedelta(hours=1))
 
-def new_prefix(store):
+def agree_on_prefix(store):
     """Return a random string that is the same in all processes and different after each restart.
 
-    Rank 0 chooses the prefix. The store still holds what dead processes have written, so the others
-    cannot just read it there. Each of them stores a random key, and rank 0 keeps writing the prefix
-    under all keys that it finds, until every process has confirmed that it has read it.
+    The store may still hold whatever dead processes have written. So rank 0, which chooses the
+    string, cannot pass it on under a fixed key. Instead, each other rank writes a random key (its
+    question) and waits until rank 0 has written the string under this key. Rank 0 may find a
+    question from a dead process, so it repeats its answers until all ranks have counted themselves
+    as readers of its string.
     """
     if RANK != 0:
         key = os.urandom(8).hex()
-        store.set(f"rank {RANK} asks", key)
+        store.set(f"question of rank {RANK}", key)
         prefix = store.get(key).decode()  # waits until the key exists
         store.add(f"readers of {prefix}", 1)
         return prefix
     prefix = os.urandom(8).hex()
-    while store.add(f"readers of {prefix}", 0) < WORLD_SIZE - 1:
+    while store.add(f"readers of {prefix}", 0) < WORLD_SIZE - 1:  # adding 0 returns the number
         for rank in range(1, WORLD_SIZE):
-            store.set(store.get(f"rank {rank} asks").decode(), prefix)
+            store.set(store.get(f"question of rank {rank}").decode(), prefix)
         time.sleep(0.05)
     return prefix
 
 def share(content, device):
-    """Return rank 0's nested dicts in all processes, with their tensors on `device`.
+    """Return rank 0's value in all processes, with tensors on `device`.
 
-    content: on rank 0, a dict, a tensor or another value. On other ranks, it is ignored.
-    Each value is sent separately, since one message with all of them would need far more memory.
+    content: on rank 0, a tensor, another value, or a dict of such values and dicts. The values of a
+    dict are sent one by one, since sending a whole checkpoint at once would need far more memory.
+    On the other ranks, `content` is ignored.
     """
-    keys = dict.fromkeys(content) if isinstance(content, dict) else None
-    box = [content if keys is None else keys]  # if content is a dict, first send its keys
+    box = [dict.fromkeys(content) if isinstance(content, dict) else content]  # first, only the keys
     if WORLD_SIZE > 1:
         dist.broadcast_object_list(box)  # replaces the list's element with that of rank 0
     if isinstance(box[0], dict):
@@ -1196,16 +1218,15 @@ def share(content, device):
 def check_processes_agree(run, dtype, start):
     """Raise UserError, on every rank, if the processes have different code, data or settings.
 
-    start: the step at which the run starts. Other machines may have older checkpoints or none. If
-    one has a newer checkpoint, the run would start from the wrong one.
+    start: the step at which the run starts. Another machine's log_dir may hold older checkpoints or
+    none, but if it holds a newer one, rank 0 has read the wrong checkpoint.
     """
     may_differ = ("data", "log_dir", "device", "compile")
     mine = {"the script's checksum": zlib.crc32(Path(__file__).read_bytes()),
-            **data_sizes(run),
-            "the first row's checksum": zlib.crc32(run.train_loader.batch(0, 1)[0].numpy()),
+            **data_facts(run),
             **{name: value for name, value in asdict(run.cfg).items() if name not in may_differ},
             "dtype": str(dtype),
-            "the newest step": max([start, *find_checkpoints(run.cfg.log_dir)])}
+            "the newest step": max([start, *find_checkpoints(run.cfg.log_dir).keys()])}
     all_ranks = [mine] * WORLD_SIZE
     if WORLD_SIZE > 1:
         dist.all_gather_object(all_ranks, mine)
@@ -1244,9 +1265,16 @@ def choose_attention_kernels(cfg, device, dtype):
     torch.backends.cuda.enable_cudnn_sdp(cfg.dropout == 0)
 
 # ---- The start: build a Run from the command-line flags, and train
-# The settings that GPTConfig and Config share and that the weights determine
-OF_WEIGHTS = {f.name for f in fields(GPTConfig)} & {f.name for f in fields(Config)}
-OF_WEIGHTS.remove("dropout")
+#
+# a run that         | gets weights and the shape of the model from | optimizer state and step from
+# is new             | the seed and Config                          | - (it starts at step 0)
+# ... with init_from | init_from                                    | - (it starts at step 0)
+# ... or branch_from | the checkpoint in branch_from                | the same checkpoint
+# is resumed         | the checkpoint in log_dir                    | the same checkpoint
+#
+# The settings that Config and GPTConfig share, and which loaded weights determine: n_layer, n_head,
+# n_embd and encoding. If you add a setting of the model to both, it is included
+MODEL_SETTINGS = {f.name for f in fields(GPTConfig) if hasattr(Config, f.name)} - {"dropout"}
 
 def configure(flags):
     """Return the Config for command-line flags, {name: value}.
@@ -1272,6 +1300,7 @@ def configure(flags):
         preset = "FINETUNE" if is_text else "Config"
     cfg = Config(**(PRESETS[preset] | flags | {"data": data}))
     paths = ("init_from", "branch_from", "log_dir")  # in --log_dir=~/log, shells do not expand ~
+    # --max_steps replaces the epochs of FINETUNE
     cfg = replace(cfg, epochs=0.0 if "max_steps" in flags else cfg.epochs,
                   **{name: os.path.expanduser(getattr(cfg, name)) for name in paths})
     check_values(cfg, flags)
@@ -1286,16 +1315,18 @@ def check_values(cfg, flags):
         name, value, choices = setting.name, getattr(cfg, setting.name), get_args(setting.type)
         if choices and value not in choices:
             raise UserError(f"{name}={value}: choose one of {', '.join(map(str, choices))}.")
-        if setting.type in (int, float) and not (name in at_least_1) <= value < math.inf:
-            raise UserError(f"{name}={value}: it must be at least {int(name in at_least_1)}.")
+        lowest = int(name in at_least_1)
+        if setting.type in (int, float) and not lowest <= value < math.inf:
+            raise UserError(f"{name}={value}: it must be at least {lowest}.")
     if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
         raise UserError(f"max_lr={cfg.max_lr} must be above 0, and not below min_lr={cfg.min_lr}.")
     if cfg.branch_from or cfg.init_from != "scratch":
-        for name in flags.keys() & OF_WEIGHTS - {"encoding"}:
+        for name in flags.keys() & (MODEL_SETTINGS - {"encoding"}):
             raise UserError(f"--{name} contradicts init_from or branch_from, because the weights "
                             "determine the shape of the model: leave it out.")
-    if cfg.branch_from and cfg.init_from != "scratch":
-        raise UserError("init_from contradicts branch_from: leave one of them out.")
+    for one, other in (("init_from", "branch_from"), ("epochs", "max_steps")):
+        if one in flags and other in flags:
+            raise UserError(f"--{one} contradicts --{other}: leave one of them out.")
     if cfg.n_embd % cfg.n_head:
         raise UserError(f"n_embd={cfg.n_embd} must be a multiple of n_head={cfg.n_head}.")
 
@@ -1311,13 +1342,13 @@ def build_model(cfg, checkpoint=None):
         return GPT.from_pretrained(cfg.init_from, cfg.dropout, cfg.encoding)
     return GPT(GPTConfig(
         block_size=cfg.T, vocab_size=get_encoding(cfg.encoding).n_vocab, dropout=cfg.dropout,
-        **{name: getattr(cfg, name) for name in OF_WEIGHTS}), cfg.seed)
+        **{name: getattr(cfg, name) for name in MODEL_SETTINGS}), cfg.seed)
 
 def with_model_settings(cfg, model):
     """Return the Config with the encoding and the shape of a model whose weights were loaded.
 
-    A default T is lowered to the model's context. Raise UserError if another T is too long, or if
-    the encoding has a different number of ids.
+    If T has its default value in Config or SMALL, it is lowered to the model's context. Raise
+    UserError if another T is too long, or if the encoding has a different number of ids.
     """
     c = model.config
     if cfg.T > c.block_size and cfg.T not in (Config.T, SMALL["T"]):
@@ -1327,7 +1358,7 @@ def with_model_settings(cfg, model):
         raise UserError(f"The weights in {cfg.init_from} have {c.vocab_size} token ids, but "
                         f"encoding={c.encoding} has a different number: set --encoding.")
     return replace(cfg, T=min(cfg.T, c.block_size),
-                   **{name: getattr(c, name) for name in OF_WEIGHTS})
+                   **{name: getattr(c, name) for name in MODEL_SETTINGS})
 
 def with_batch_and_steps(cfg, rows_per_epoch):
     """Return the Config with B lowered to divide the batch, and max_steps computed from epochs.
@@ -1360,33 +1391,42 @@ def print_summary(run, dtype, compiled):
            f"training  {cfg.max_steps:,} steps (warmup {cfg.warmup_steps:,}), {n_tokens:,} tokens, "
            f"{n_tokens / cfg.T / run.train_loader.rows_per_epoch:.2g} epochs\n"
            f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.step} on")
+    if 0 < cfg.max_steps <= cfg.warmup_steps:
+        print0(f"!!! max_steps is not above warmup_steps={cfg.warmup_steps}, so the learning rate "
+               "does not reach max_lr.")
 
 def start_log_dir(run, resumed):
     """Write config.json and a copy of this script, and open log.txt, in log_dir.
 
-    A copy is named after the step from which it trained the run, such as train_gpt2_00500.py. Raise
-    UserError if the code of a complete run was edited, or if a new run would replace files of
-    another program. The files of a run that was never saved are replaced.
+    A copy is named after the step from which it trained the run, such as train_gpt2_00500.py. The
+    files of a run that was never saved are replaced. Raise UserError if the code of a complete run
+    was edited, or if a new run would replace files of another program, or of a run that was saved.
     """
     folder, code = Path(run.cfg.log_dir), Path(__file__).read_bytes()
     config, log = folder / "config.json", folder / "log.txt"
     copies = sorted(folder.glob("train_gpt2_[0-9][0-9][0-9][0-9][0-9]*.py"),
                     key=lambda path: (len(path.name), path.name))  # sorted by step
-    ours = config.exists() and b'"total_batch_size"' in config.read_bytes()
-    if not resumed and not ours and (config.exists() or log.exists()):
-        raise UserError(f"log_dir={folder} holds a log.txt or config.json of another program: "
-                        "choose a different --log_dir.")
-    for copy in copies if not resumed else []:
-        copy.unlink()
-    newest = copies[-1].read_bytes() if resumed and copies else None
-    edited = newest not in (None, code)
+    if not resumed:
+        texts = [path.read_bytes() if path.exists() else b"" for path in (config, log)]
+        ours = b'"total_batch_size"' in texts[0]
+        # Without a save, there are at most two validations: one at step 0 and, if the run was
+        # killed during the first save, the one before this save
+        was_saved = len(re.findall(rb"^\d+ val ", texts[1], re.M)) > 2
+        if any(texts) and (was_saved or not ours):
+            raise UserError(f"log_dir={folder} holds a log.txt or config.json of another program, "
+                            "or of a run whose checkpoints were removed: choose a different "
+                            "--log_dir.")
+        while copies:
+            copies.pop().unlink()
+    last_code = copies[-1].read_bytes() if copies else None
+    edited = last_code not in (None, code)
     if edited and run.step == run.cfg.max_steps:  # it would only evaluate and export old weights
         raise UserError(f"The run in {folder}/ has taken all steps, and the script was edited: "
                         f"choose a different --log_dir. (To go on anyway, delete {copies[-1]}.)")
     if edited:
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
     write_whole(config, lambda file: file.write(json.dumps(asdict(run.cfg), indent=1).encode()))
-    if newest != code:
+    if last_code != code:  # or if there is no copy
         write_whole(folder / f"train_gpt2_{run.step:05d}.py", lambda file: file.write(code))
     run.log = open(log, "ab" if resumed else "wb", buffering=0)
     log_metric(run, run.step, "parameters", sum(p.numel() for p in run.model.parameters()))
@@ -1412,13 +1452,14 @@ def set_up(cfg, device):
     Rank 0 reads the checkpoint, and the others get it from there, so they need no shared disk.
     """
     source = newest_checkpoint(cfg.log_dir)
-    resumed = share(source is not None, device)
+    resumed = share(source is not None, device)  # whether rank 0 has a checkpoint
     if cfg.branch_from and not resumed:
         source = newest_checkpoint(cfg.branch_from) or cfg.branch_from
+    # None if the run starts at step 0
     checkpoint = share(read_checkpoint(source) if source and RANK == 0 else None, device)
     model = build_model(cfg, checkpoint)
     if cfg.branch_from or cfg.init_from != "scratch":
-        cfg = with_model_settings(cfg, model)  # otherwise, restore() checks the settings
+        cfg = with_model_settings(cfg, model)
     enc = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, enc)
     cfg = with_batch_and_steps(cfg, train_loader.rows_per_epoch)
@@ -1453,12 +1494,14 @@ def set_up(cfg, device):
 
 def print_samples(cfg, device):
     """Print cfg.sample samples from init_from or, if it is "scratch", from the run in log_dir."""
-    source = cfg.log_dir if cfg.init_from == "scratch" else cfg.init_from
-    source = best_checkpoint(source) or source  # resolved here, because it is printed
-    if source == cfg.log_dir:
-        raise UserError(f"log_dir={cfg.log_dir} has no weights: train, or set --init_from.")
+    folder = cfg.log_dir if cfg.init_from == "scratch" else cfg.init_from
+    checkpoint = best_checkpoint(folder)
+    if not checkpoint and cfg.init_from == "scratch":
+        raise UserError(f"log_dir={folder} has no weights: train, or set --init_from.")
+    source = checkpoint or folder  # if it is not the folder of a run, from_pretrained() reads it
     model = GPT.from_pretrained(source, encoding=cfg.encoding).to(device)
-    enc = get_encoding(with_model_settings(cfg, model).encoding)
+    cfg = with_model_settings(cfg, model)
+    enc = get_encoding(cfg.encoding)
     print0(f"Samples from {source}:")
     for i in range(cfg.sample):
         print0(sample_text(model, enc, cfg, seed=cfg.seed + i) + "\n---")

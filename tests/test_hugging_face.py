@@ -205,7 +205,7 @@ BAD_SOURCES = {
     "another depth": (dict(init_from="start", n_layer=5), ["--n_layer contradicts init_from"]),
     "context too short": (dict(init_from="start", T=48), ["T=48", "start", "--T=32"]),
     "two sources": (dict(init_from="start", branch_from="log"),
-                    ["init_from contradicts branch_from"]),
+                    ["--init_from contradicts --branch_from"]),
     "another vocabulary": (dict(init_from="other.pt"), ["other.pt have 300", "--encoding"]),
     "an unknown vocabulary": (dict(init_from="hf300", encoding="bytes"),
                               ["hf300 have 300", "--encoding"]),
@@ -297,5 +297,7 @@ def test_samples_of_unusual_texts(monkeypatch):
         monkeypatch.setattr(t.GPT, "generate", lambda self, idx, n, **words: prompts.append(
             (idx.tolist(), n, words["top_k"])) or torch.tensor([made]))  # noqa: B023
         assert t.sample_text(our_model(), t.get_encoding("bytes"), cfg, seed=1) == text
-    t.sample_text(our_model(), t.get_encoding("bytes"), t.Config(sample_prompt=""), seed=1)
-    assert prompts == [([[256, 97]], 7, 3), ([[256, 97]], 7, 3), ([[256]], 64, 50)]
+    for prompt in ("", "\udce9"):  # the second one is what Python makes of an é in Latin-1
+        t.sample_text(our_model(), t.get_encoding("bytes"), t.Config(sample_prompt=prompt), seed=1)
+    assert prompts == [([[256, 97]], 7, 3), ([[256, 97]], 7, 3), ([[256]], 64, 50),
+                       ([[239, 191, 189]], 64, 50)]

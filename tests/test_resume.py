@@ -215,12 +215,12 @@ def test_the_best_checkpoint_is_kept_exported_and_used(place):
     Stopping the run does not change which one is the best. Samples, the export and init_from use
     it, and a run with init_from may itself be best at step 0.
     """
-    words = dict(eval_every=3, keep_every=12, hide=["matplotlib"])
+    words = dict(eval_every=3, keep_every=10, hide=["matplotlib"])
     run = start(place / "best", arrange=[(rise_after, 9), (signal_at, signal.SIGTERM, 16)], **words)
-    assert succeed(run) and names(run.log_dir) == [9, 12, 17]
+    assert succeed(run) and names(run.log_dir) == [9, 10, 17]
     run = succeed(start(place / "best", arrange=[(rise_after, 9)], **words))
     best = run.log_dir / "checkpoint_00009.pt"
-    assert names(run.log_dir) == [9, 12, 24, 30] and f"exported {best} to" in run.out
+    assert names(run.log_dir) == [9, 10, 20, 30] and f"exported {best} to" in run.out
     assert last_checkpoint(run.log_dir)["best_step"] == 9
     sampled = succeed(Forked(None, without=TINY, log_dir=run.log_dir, sample=1, sample_tokens=5))
     assert sampled.out.startswith(f"Samples from {best}:")
@@ -397,25 +397,27 @@ def test_a_changed_constant_or_text_is_refused_with_both_values(reference):
     """Constants that affect training cannot change when a run continues, but max_steps may grow."""
     saved = last_checkpoint(reference)
     cfg = t.Config(**saved["config"])
-    run = mock.Mock(cfg=cfg, train_loader=mock.Mock(shards=[range(saved["train_tokens"])]),
-                    val_loader=mock.Mock(shards=[range(saved["validation_tokens"])]))
-    before = saved["config"] | t.data_sizes(run)
+    run = mock.Mock(cfg=cfg)
+    run.train_loader, run.val_loader = t.open_data(cfg, t.get_encoding(cfg.encoding))
+    before = saved["config"] | saved["data_facts"]
     for name, value in saved["config"].items():
         new = f"{value}x" if isinstance(value, str) else value + 1  # True + 1 is not True
         new = value - 1 if name == "max_steps" else new
         run.cfg = dataclasses.replace(cfg, **{name: new})
-        expected = [] if name in t.MAY_CHANGE else [f"{name} was {value!r}, is {new!r}"]
+        expected = {} if name in t.MAY_CHANGE else {name: f"{name} was {value!r}, is {new!r}"}
         assert t.changed_settings(run, before) == expected
     assert not t.MAY_CHANGE & {
         "total_batch_size", "T", "n_layer", "n_head", "n_embd", "dropout", "optimizer", "max_lr",
         "muon_lr_ratio", "min_lr", "lr_shape", "warmup_steps", "max_steps", "weight_decay",
         "grad_clip", "seed", "shuffle", "encoding", "init_from", "branch_from", "val_tokens",
         "beta1", "beta2", "eps", "muon_momentum", "decay_steps"}
-    run.cfg = cfg
-    run.train_loader.shards = [range(7), range(3)]
-    with pytest.raises(t.UserError, match=f"train_tokens was {saved['train_tokens']}, is 10. "):
-        t.restore(run, saved)
-    run.train_loader.shards, run.val_loader.shards = [range(saved["train_tokens"])], [range(9)]
+    run.cfg, (shard,) = cfg, run.train_loader.shards
+    for shards, message in (([shard[:7], shard[7:10]], f"train_tokens was {len(shard)}, is 10"),
+                            ([shard[::-1].copy()], "data_checksum was .*, is .*")):
+        run.train_loader.shards = shards
+        with pytest.raises(t.UserError, match=f"{message}.*different --log_dir"):
+            t.restore(run, saved)
+    run.train_loader.shards, run.val_loader.shards = [shard], [shard[:9]]
     with pytest.raises(t.UserError, match="validation_tokens was .*, is 9. .*different --log_dir"):
         t.restore(run, saved)
 
@@ -497,8 +499,13 @@ def test_the_files_of_a_run_that_was_never_saved_are_replaced(place):
     (folder / "train_gpt2_00050.py").write_text("an old copy")
     run = succeed(start(folder, max_steps=5))
     first = (folder / "log.txt").read_bytes()
+    assert "!!! max_steps is not above warmup_steps=5" in run.out
     assert run.out.count("from step 0 on") == 1 and (99, "train") not in read_log(folder)
     assert [path.name for path in folder.glob("*.py")] == ["train_gpt2_00000.py"]
     run = succeed(start(folder, max_steps=5))
-    assert (folder / "log.txt").read_bytes().startswith(first)
-    assert "from step 5 on" in run.out
+    log = (folder / "log.txt").read_bytes()
+    assert log.startswith(first) and "from step 5 on" in run.out
+    (folder / "checkpoint_00005.pt").unlink()
+    run = start(folder, max_steps=5)
+    assert run.wait() == 1 and (folder / "log.txt").read_bytes() == log
+    one_line(run.err, "log_dir=", "a run whose checkpoints were removed")
