@@ -11,7 +11,7 @@ shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as without the interruption.
 
 The first half of this file holds the helpers that all three scripts share.
-They are not in train_gpt2.py, because that file runs as __main__. If a helper
+They are not in train_gpt2.py, because that file runs as __main__. If this file
 imported it, Python would load it a second time, with a second class UserError,
 which `except UserError` in the first does not catch.
 """
@@ -137,12 +137,11 @@ def save_tokenizer(enc, folder, context):
     path.write_text(path.read_text().replace(
         f'"{PreTrainedTokenizerFast.__name__}"', '"PreTrainedTokenizerFast"'))
 
-def same_tokenizer(source, enc):
-    """Return whether a Hugging Face model's tokenizer gives the ids of a tiktoken.Encoding.
+def has_other_ids(source, enc):
+    """Return whether a Hugging Face model has a tokenizer with other ids than a tiktoken.Encoding.
 
     source: a folder or a name on the hub, where OpenAI's models are not looked up, since their
-    tokenizer is known. If there is no tokenizer, or if it cannot be loaded (for example offline),
-    return True.
+    tokenizer is known. Return False if there is no tokenizer, or if it cannot be loaded.
     """
     # The text begins with a space, because some tokenizers put one before each text
     text = " It doesn't see naïve 日本語:\n\n\tfor i in range(1234567):  return x_i;\n"
@@ -152,8 +151,8 @@ def same_tokenizer(source, enc):
             source, local_files_only=str(source).startswith(("gpt2", "openai-community/")))
         ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
     except Exception:  # errors of the hub, HTTP, tokenizers, ... have no common class
-        return True
-    return ids in ([], enc.encode_ordinary(text))  # []: transformers made an empty tokenizer
+        return False
+    return ids not in ([], enc.encode_ordinary(text))  # []: transformers made an empty tokenizer
 
 def write_whole(path, write):
     """Write a file so that `path` never holds a half-written file, not even after a power cut.
@@ -200,7 +199,7 @@ def show(line):
     """Print a line above the progress bar. If stdout is closed (`| head -1`), stop printing."""
     try:
         tqdm.write(line)
-    except (OSError, AttributeError):  # AttributeError: it is None already
+    except (OSError, AttributeError):  # AttributeError: sys.stdout is None already
         sys.stdout = None
 
 def parse_flags(cls, doc, presets=None, argv=None):
@@ -243,21 +242,18 @@ def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
 
     Files that are hidden or end in none of SUFFIXES are left out. Linked folders are read, but each
-    one only once. Raise UserError if `source` is neither a local folder nor a dataset on the hub.
+    one only once, in the order of their real paths. Raise UserError if `source` is neither a local
+    folder nor a dataset on the hub.
     """
     if os.path.isdir(source):
-        paths, first_path = set(), {}
-        # Of several paths to the same folder, only the one that is met first is used. Walk twice,
-        # first without following links, so that this path contains no link if possible
-        for folder, subfolders, names in itertools.chain(
-                os.walk(source), os.walk(source, followlinks=True)):
-            is_first = first_path.setdefault(os.path.realpath(folder), folder) == folder
-            subfolders[:] = sorted(name for name in subfolders if is_first and name[0] != ".")
-            paths |= {Path(folder, name) for name in names
-                      if is_first and name[0] != "." and name.endswith(SUFFIXES)}
-        # Use the real folder, because `datasets` finds no file whose path has both [ and a link
-        return [(os.path.join(os.path.realpath(path.parent), path.name), path.stat().st_size)
-                for path in sorted(paths) if path.is_file()]
+        files = {}  # {real path of a folder: paths of its files}, since links may lead to it, too
+        for folder, subfolders, names in os.walk(source, followlinks=True):
+            folder = os.path.realpath(folder)
+            subfolders[:] = [name for name in subfolders if folder not in files and name[0] != "."]
+            files[folder] = [Path(folder, name) for name in names
+                             if name[0] != "." and name.endswith(SUFFIXES)]
+        return [(str(path), path.stat().st_size)
+                for path in sorted(itertools.chain(*files.values())) if path.is_file()]
     import datasets
     import fsspec  # datasets depends on it, so it is always installed
     try:
@@ -305,16 +301,16 @@ def read_groups(urls, start):
     a file cannot be read.
     """
     for number in range(start["file"], len(urls)):
-        document = start["document"] if number == start["file"] else 0
+        n_read = start["document"] if number == start["file"] else 0  # documents of this file
         try:
-            for group in open_stream(urls[number]).skip(document).iter(batch_size=GROUP):
-                first, texts = document, []
+            for group in open_stream(urls[number]).skip(n_read).iter(batch_size=GROUP):
+                document, texts = n_read, []
                 for value in group["text"]:
                     texts.append(text_of(value))
-                    document += 1  # here, because the message below names the document
-                yield number, first, texts
+                    n_read += 1  # here, because the message below names the document
+                yield number, document, texts
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
-            raise UserError(f"{urls[number]} cannot be read from document {document + 1} on "
+            raise UserError(f"{urls[number]} cannot be read from document {n_read + 1} on "
                             f"({type(e).__name__}: {' '.join(str(e).split())[:160]}): repair the "
                             f"file or the network, and repeat the command to resume.") from None
 
@@ -395,7 +391,7 @@ def find_finished(cfg, files):
     if not any(path.parent.glob("*_train_*.npy")):
         return []
     before, shards = ([json.loads(path.read_bytes())[key] for key in ("settings", "shards")]
-                      if path.exists() else ({}, []))  # made by another script: refused below
+                      if path.exists() else ({}, []))  # then all settings differ
     now = json.loads(manifest_of(cfg, files, shards))["settings"]
     changes = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
                for name in before | now if before.get(name) != now.get(name)]

@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from fineweb import UserError, get_encoding, same_tokenizer, summary_of, write_whole
+from fineweb import UserError, get_encoding, has_other_ids, summary_of, write_whole
 
 DATA = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 TOTAL = 10_042    # questions in the validation split
@@ -114,8 +114,8 @@ def gpt2_encode(text):
 def question_to_ids(example, text_to_ids=gpt2_encode):
     """Return the token ids of a question: (context, [4 endings]), all of them lists."""
     # An ending continues the context, so its ids should be those of " " + ending. But some
-    # tokenizers put a start token or another space before each text. So encode "a " + ending. It
-    # begins with the ids of "a" (including a start token), which are dropped
+    # tokenizers put a start token or another space before each text. So encode "a " + ending
+    # instead, and drop the ids of "a", before which they put the same
     n_dropped = len(text_to_ids("a"))
     return text_to_ids(example["ctx"]), [text_to_ids("a " + ending)[n_dropped:]
                                          for ending in example["endings"]]
@@ -288,7 +288,7 @@ def load_model(name, device):
         if info["missing_keys"]:
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
         text_to_ids = gpt2_encode
-        if model.config.vocab_size != 50257 or not same_tokenizer(name, get_encoding("gpt2")):
+        if model.config.vocab_size != 50257 or has_other_ids(name, get_encoding("gpt2")):
             text_to_ids = transformers.AutoTokenizer.from_pretrained(
                 name, trust_remote_code=False).encode
             if not text_to_ids("a"):  # transformers makes an empty tokenizer if there is none

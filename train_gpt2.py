@@ -59,7 +59,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 # fineweb.py tokenizes FineWeb-Edu. It also contains the helpers that all three scripts share
 from fineweb import (
-    UserError, encode, get_encoding, lock_folder, parse_flags, same_tokenizer, save_tokenizer,
+    UserError, encode, get_encoding, has_other_ids, lock_folder, parse_flags, save_tokenizer,
     summary_of, write_whole)
 
 # torchrun starts one process per GPU and gives each a number, its rank. Only rank 0 prints and
@@ -91,9 +91,9 @@ class Config:
     n_head: int = 12                # attention heads per block
     n_embd: int = 768               # width of the model, a multiple of n_head
     dropout: float = 0.0            # fraction of activations set to 0 in training; GPT-2 used 0.1
-    # A new run can start at step 0 with other weights (init_from), or continue another run from one
-    # of its checkpoints (branch_from). If the value is the folder of a run, init_from uses its best
-    # checkpoint, and branch_from its newest one
+    # With init_from, a run starts at step 0 with these weights. With branch_from, it continues
+    # another run: it starts with the weights, optimizer state and step of this checkpoint. In the
+    # folder of a run, init_from finds the best checkpoint, and branch_from the newest one
     init_from: str = "scratch"      # weights: scratch, gpt2 ... gpt2-xl, a folder or a .pt file
     branch_from: str = ""           # checkpoint to start from: a run's folder or a .pt file
     # The optimizer. GPT-3's max_lr is 6e-4 for 125M, 3e-4 for 350M, 2.5e-4 for 760M, 2e-4 for 1.3B
@@ -266,7 +266,8 @@ class GPT(nn.Module):
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
-            # The embeddings are float32. Casting x to 16 bits halves the memory traffic
+            # The embeddings are float32. With a residual stream in 16 bits instead, the blocks read
+            # and write half as much memory
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.dropout(x)
         for block in self.transformer.h:
@@ -315,7 +316,7 @@ class GPT(nn.Module):
         (the bytes and <|endoftext|>) or 50257 ids (GPT-2's).
         Raise UserError if the weights cannot be read or do not fit this class.
         """
-        source = best_checkpoint(source) or source  # replaces the folder of a run
+        source = best_checkpoint(source) or source  # it is None unless source is a run's folder
         if not str(source).endswith(".pt"):
             return gpt_from_hugging_face(source, dropout, encoding)
         checkpoint = read_checkpoint(source)
@@ -350,9 +351,9 @@ class DataLoaderLite:
         self.rows_in_shard = [max(0, len(shard) - 1) // T for shard in shards]
         self.rows_per_epoch = sum(self.rows_in_shard)
 
-    def locate(self, row):
-        """Return the shard (its index) and the token at which a row begins. row: the row number."""
-        epoch, row = divmod(row, self.rows_per_epoch)
+    def locate(self, number):
+        """Return the shard (its index) and the token at which the row with this number begins."""
+        epoch, row = divmod(number, self.rows_per_epoch)
         for shard in order_of(len(self.shards), self.shuffle, self.seed, epoch).tolist():
             n_rows = self.rows_in_shard[shard]
             if row < n_rows:
@@ -624,6 +625,7 @@ def train_step(run):
     loss_of_step = torch.zeros((), device=run.device)
     run.ddp_model.train()
     for row in starts:
+        # The first batch has been read in advance, except in the first step after the start
         x, y = run.next_batch or run.train_loader.batch(row, cfg.B, run.device)
         run.next_batch = None
         # A resumed run draws the dropout masks that it would have drawn without the interruption
@@ -643,8 +645,8 @@ def train_step(run):
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)
     update_weights(run, norm)
     run.step += 1
-    # While the GPU computes, read the first batch of the next step, which is run.step now. If this
-    # fails, it is read again then, and the error is raised after the present step has been logged
+    # While the GPU computes, read the first batch of the next step. If this fails, that step will
+    # read it again and raise the error. So the step that was just taken is still logged
     with contextlib.suppress(UserError):
         run.next_batch = run.train_loader.batch(
             run.step * rows + RANK * cfg.B, cfg.B, run.device)
@@ -659,9 +661,9 @@ def train_step(run):
 def update_weights(run, norm):
     """Let each optimizer take a step with the learning rate of run.step, and delete the gradients.
 
-    norm: the norm of all gradients. If a float16 gradient has overflowed, this norm is infinite,
-    and clipping, which divides by it, has set all finite gradients to 0. Then no optimizer may take
-    a step. (GradScaler skips only those whose own gradients have overflowed.)
+    norm: the norm of all gradients. In float16, it is infinite if a gradient has overflowed. By
+    itself, GradScaler skips only the optimizer with this gradient. But clipping, which divides by
+    the norm, has set the gradients of the other one to 0. So both are skipped.
     """
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
@@ -681,7 +683,8 @@ def due(every, run):
         run.step % every == 0 or run.step >= run.cfg.max_steps)
 
 def untrained(run):
-    """Return whether the weights are still random. Then they are only saved if the run ends."""
+    """Return whether the weights are still random, and therefore not worth saving or sampling from.
+    """
     return run.step == 0 and run.cfg.init_from == "scratch"
 
 def train(run):
@@ -696,7 +699,7 @@ def train(run):
         ended = run.stop or run.step >= cfg.max_steps
         if due(cfg.eval_every, run):
             validate(run)
-        # Save first, so that nothing is lost if HellaSwag or the sample fails
+        # Save before HellaSwag and the sample, so that nothing is lost if they fail
         save_due = due(cfg.eval_every, run) or due(cfg.keep_every, run)
         if ended or (save_due and not untrained(run)):
             save(run)
@@ -789,13 +792,16 @@ def finish(run):
 # ---- Checkpoints. A run is resumed from the newest one. Samples, the export and init_from use the
 # best one. Only plain values are loaded (weights_only=True): other Python objects could run code
 def checkpoint_of(run):
-    """Return everything that a checkpoint contains. restore() is its counterpart."""
+    """Return everything that a checkpoint contains. restore() is its counterpart.
+
+    It consists of nested dicts, so that share() can send it to other processes value by value.
+    """
+    names = {p: name for name, p in run.model.named_parameters()}
     return {
         "step": run.step, "best_loss": run.best_loss, "best_step": run.best_step,
         "train_s": run.train_s, "model": run.model.state_dict(),
         "gpt_config": asdict(run.model.config),
-        # A dict instead of a list, so that share() can send it to other processes value by value
-        "optimizers": dict(enumerate(o.state_dict() for o in run.optimizers)),
+        "optimizers": {names[p]: state for o in run.optimizers for p, state in o.state.items()},
         "scaler": run.scaler.state_dict(), "config": asdict(run.cfg),
         "data_facts": data_facts(run)}
 
@@ -814,14 +820,14 @@ def restore(run, checkpoint, branch=False):
         run.best_loss, run.best_step = checkpoint["best_loss"], checkpoint["best_step"]
     load_weights(run.model, checkpoint["model"], cfg.branch_from if branch else cfg.log_dir)
     if cfg.optimizer == before["optimizer"]:
-        for optimizer, saved in zip(run.optimizers, checkpoint["optimizers"].values(),
-                                    strict=True):
-            # Load the state, but keep the current options, such as betas. Of these, only lr is
-            # loaded, so that resuming and saving a run without a further step changes nothing
-            options = [dict(group) for group in optimizer.param_groups]
-            optimizer.load_state_dict(saved)
-            for group, current in zip(optimizer.param_groups, options):
-                group.update(current, lr=group["lr"])
+        names = {p: name for name, p in run.model.named_parameters()}
+        for optimizer in run.optimizers:
+            # Load the state of each parameter. The options, such as betas, are those of the code.
+            # (A state_dict numbers the parameters in the order of the groups)
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            state = {number: checkpoint["optimizers"].get(names[p], {})
+                     for number, p in enumerate(parameters)}
+            optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
     if checkpoint["scaler"]:  # it is empty if the scaler was disabled
         run.scaler.load_state_dict(checkpoint["scaler"])
 
@@ -892,8 +898,9 @@ def load_weights(model, weights, source):
 
 def find_checkpoints(folder):
     """Return {step: path} of the checkpoints in a folder."""
-    return {int(step): path for path in Path(folder).glob("checkpoint_*.pt")
-            if (step := path.stem.removeprefix("checkpoint_")).isdecimal()}
+    paths = {path.stem.removeprefix("checkpoint_"): path
+             for path in Path(folder).glob("checkpoint_*.pt")}
+    return {int(step): path for step, path in paths.items() if step.isdecimal()}
 
 def newest_checkpoint(folder):
     """Return the path of the newest checkpoint in a folder, or None."""
@@ -902,11 +909,13 @@ def newest_checkpoint(folder):
 def best_checkpoint(folder):
     """Return the path of the checkpoint with the lowest validation loss in a folder, or None.
 
-    The newest checkpoint says at which step this was. If there is no such file, for example since
-    nothing was validated, return the newest one.
+    Without validations, or if it has been removed, return the newest one.
     """
     newest = newest_checkpoint(folder)
-    return newest and find_checkpoints(folder).get(read_checkpoint(newest)["best_step"], newest)
+    if newest is None:
+        return None
+    best_step = read_checkpoint(newest)["best_step"]  # None without validations
+    return find_checkpoints(folder).get(best_step, newest)
 
 def read_checkpoint(path):
     """Return the content of a checkpoint. Raise UserError if it cannot be read.
@@ -1075,7 +1084,7 @@ def gpt_from_hugging_face(name, dropout, encoding):
     c = hf_model.config
     # A vocabulary of 257 ids consists of the 256 bytes and <|endoftext|>
     encoding = {257: "bytes", 50257: "gpt2"}.get(c.vocab_size, encoding)
-    if encoding == "gpt2" and not same_tokenizer(name, get_encoding(encoding)):
+    if encoding == "gpt2" and has_other_ids(name, get_encoding(encoding)):
         raise UserError(f"The tokenizer in init_from={name} gives other ids than encoding="
                         f"{encoding}: use weights that were trained with this encoding.")
     model = GPT(GPTConfig(
@@ -1099,7 +1108,7 @@ def export(log_dir):
 def save_hugging_face(model, folder):
     """Write a model, which must be on the CPU, and its tokenizer in Hugging Face's format.
 
-    Raise UserError or RuntimeError if transformers would return different logits.
+    Raise UserError if transformers would return different logits.
     """
     import transformers
     transformers.logging.disable_progress_bar()
@@ -1172,7 +1181,8 @@ def join_processes(device):
     # The processes find each other through a key-value store in torchrun. If one of them dies,
     # torchrun may start all of them again (--max-restarts), with the same store, in which they must
     # not find the addresses of dead processes. So they put a new prefix before each key
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"  # torch's prefix; it may differ between machines
+    # torch adds a prefix with the number of restarts, which may differ between machines, so fix it
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = "0"
     store, *_ = next(dist.rendezvous("env://"))
     gpu = device if device.type == "cuda" else None
     dist.init_process_group(
@@ -1182,11 +1192,11 @@ def join_processes(device):
 def agree_on_prefix(store):
     """Return a random string that is the same in all processes and different after each restart.
 
-    The store may still hold whatever dead processes have written. So rank 0, which chooses the
-    string, cannot pass it on under a fixed key. Instead, each other rank writes a random key (its
-    question) and waits until rank 0 has written the string under this key. Rank 0 may find a
-    question from a dead process, so it repeats its answers until all ranks have counted themselves
-    as readers of its string.
+    The difficulty is that the store still holds what processes before a restart have written.
+    1. Each rank except 0 stores a random key, its question, and waits for a value under this key.
+    2. Rank 0 chooses the string, reads the question of each rank, and stores the string under the
+       key that it finds there. This may be the question of a dead process, so rank 0 repeats this
+    3. until the number of ranks that have read the string is complete.
     """
     if RANK != 0:
         key = os.urandom(8).hex()
@@ -1221,11 +1231,11 @@ def check_processes_agree(run, dtype, start):
     start: the step at which the run starts. Another machine's log_dir may hold older checkpoints or
     none, but if it holds a newer one, rank 0 has read the wrong checkpoint.
     """
-    may_differ = ("data", "log_dir", "device", "compile")
+    of_machine = ("data", "log_dir", "device", "compile")  # these may differ
     mine = {"the script's checksum": zlib.crc32(Path(__file__).read_bytes()),
             **data_facts(run),
-            **{name: value for name, value in asdict(run.cfg).items() if name not in may_differ},
-            "dtype": str(dtype),
+            **{name: value for name, value in asdict(run.cfg).items() if name not in of_machine},
+            "dtype": str(dtype),  # instead of the setting, which may be auto
             "the newest step": max([start, *find_checkpoints(run.cfg.log_dir).keys()])}
     all_ranks = [mine] * WORLD_SIZE
     if WORLD_SIZE > 1:
@@ -1315,7 +1325,7 @@ def check_values(cfg, flags):
         name, value, choices = setting.name, getattr(cfg, setting.name), get_args(setting.type)
         if choices and value not in choices:
             raise UserError(f"{name}={value}: choose one of {', '.join(map(str, choices))}.")
-        lowest = int(name in at_least_1)
+        lowest = 1 if name in at_least_1 else 0
         if setting.type in (int, float) and not lowest <= value < math.inf:
             raise UserError(f"{name}={value}: it must be at least {lowest}.")
     if cfg.min_lr > cfg.max_lr or cfg.max_lr == 0:
@@ -1351,7 +1361,7 @@ def with_model_settings(cfg, model):
     UserError if another T is too long, or if the encoding has a different number of ids.
     """
     c = model.config
-    if cfg.T > c.block_size and cfg.T not in (Config.T, SMALL["T"]):
+    if cfg.T > c.block_size and cfg.T not in (Config.T, SMALL["T"]):  # the user has set it
         raise UserError(f"T={cfg.T} is longer than the context of the weights in "
                         f"{cfg.branch_from or cfg.init_from}: set --T={c.block_size}, or less.")
     if get_encoding(c.encoding).n_vocab != c.vocab_size:
@@ -1366,14 +1376,14 @@ def with_batch_and_steps(cfg, rows_per_epoch):
     Raise UserError if total_batch_size cannot be divided among the processes.
     """
     smallest = cfg.T * WORLD_SIZE
-    rows, rest = divmod(cfg.total_batch_size, smallest)  # rows of each process
+    rows_per_process, rest = divmod(cfg.total_batch_size, smallest)
     if rest:
         raise UserError(f"total_batch_size={cfg.total_batch_size} is not a multiple of T * "
                         f"processes = {smallest}. Use a multiple of {8 * smallest}, so that B can "
                         f"be 8, or at least of {smallest}.")
-    max_steps = math.ceil(cfg.epochs * rows_per_epoch / (rows * WORLD_SIZE)) or cfg.max_steps
-    return replace(cfg, max_steps=max_steps, B=max(
-        B for B in range(1, min(cfg.B, rows) + 1) if rows % B == 0))
+    max_steps = math.ceil(cfg.epochs * rows_per_epoch / (cfg.total_batch_size // cfg.T))
+    return replace(cfg, max_steps=max_steps or cfg.max_steps, B=max(
+        B for B in range(1, min(cfg.B, rows_per_process) + 1) if rows_per_process % B == 0))
 
 def print_summary(run, dtype, compiled):
     """Print the machine, the settings, and the amount of training."""
@@ -1398,35 +1408,34 @@ def print_summary(run, dtype, compiled):
 def start_log_dir(run, resumed):
     """Write config.json and a copy of this script, and open log.txt, in log_dir.
 
-    A copy is named after the step from which it trained the run, such as train_gpt2_00500.py. The
-    files of a run that was never saved are replaced. Raise UserError if the code of a complete run
-    was edited, or if a new run would replace files of another program, or of a run that was saved.
+    A copy is named after the step from which it trained the run, such as train_gpt2_00500.py. Raise
+    UserError if the code of a complete run was edited, or if a new run would replace files of
+    another program. The files of a run without a checkpoint are replaced, but its log is kept if it
+    has several validations.
     """
     folder, code = Path(run.cfg.log_dir), Path(__file__).read_bytes()
     config, log = folder / "config.json", folder / "log.txt"
     copies = sorted(folder.glob("train_gpt2_[0-9][0-9][0-9][0-9][0-9]*.py"),
                     key=lambda path: (len(path.name), path.name))  # sorted by step
     if not resumed:
-        texts = [path.read_bytes() if path.exists() else b"" for path in (config, log)]
-        ours = b'"total_batch_size"' in texts[0]
-        # Without a save, there are at most two validations: one at step 0 and, if the run was
-        # killed during the first save, the one before this save
-        was_saved = len(re.findall(rb"^\d+ val ", texts[1], re.M)) > 2
-        if any(texts) and (was_saved or not ours):
-            raise UserError(f"log_dir={folder} holds a log.txt or config.json of another program, "
-                            "or of a run whose checkpoints were removed: choose a different "
-                            "--log_dir.")
+        before = [path.read_bytes() if path.exists() else b"" for path in (config, log)]
+        if any(before) and b'"total_batch_size"' not in before[0]:
+            raise UserError(f"log_dir={folder} holds a log.txt or config.json of another program: "
+                            "choose a different --log_dir.")
+        if len(re.findall(rb"^\d+ val ", before[1], re.M)) > 2:
+            os.replace(log, folder / "log_before.txt")
+            print0(f"!!! {folder}/ holds the log of a run, but no checkpoint. The log is now "
+                   "log_before.txt, and a new run begins.")
         while copies:
             copies.pop().unlink()
     last_code = copies[-1].read_bytes() if copies else None
-    edited = last_code not in (None, code)
-    if edited and run.step == run.cfg.max_steps:  # it would only evaluate and export old weights
-        raise UserError(f"The run in {folder}/ has taken all steps, and the script was edited: "
-                        f"choose a different --log_dir. (To go on anyway, delete {copies[-1]}.)")
-    if edited:
+    if last_code not in (None, code):
+        if run.step == run.cfg.max_steps:  # it would only evaluate and export old weights
+            raise UserError(f"The run in {folder}/ has taken all steps, and the script was edited: "
+                            f"choose a different --log_dir. (To go on, delete {copies[-1]}.)")
         print0(f"!!! train_gpt2.py was edited: from step {run.step} on, the new code is used.")
     write_whole(config, lambda file: file.write(json.dumps(asdict(run.cfg), indent=1).encode()))
-    if last_code != code:  # or if there is no copy
+    if last_code != code:
         write_whole(folder / f"train_gpt2_{run.step:05d}.py", lambda file: file.write(code))
     run.log = open(log, "ab" if resumed else "wb", buffering=0)
     log_metric(run, run.step, "parameters", sum(p.numel() for p in run.model.parameters()))
@@ -1459,7 +1468,7 @@ def set_up(cfg, device):
     checkpoint = share(read_checkpoint(source) if source and RANK == 0 else None, device)
     model = build_model(cfg, checkpoint)
     if cfg.branch_from or cfg.init_from != "scratch":
-        cfg = with_model_settings(cfg, model)
+        cfg = with_model_settings(cfg, model)  # in other runs, restore() compares the settings
     enc = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, enc)
     cfg = with_batch_and_steps(cfg, train_loader.rows_per_epoch)
@@ -1528,8 +1537,8 @@ def main(argv=None):
     """
     with contextlib.suppress(AttributeError):  # a notebook's stdout has no reconfigure()
         sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
-    # Until set_up(), Ctrl-C ends the process
-    handler, status = signal.signal(signal.SIGINT, signal.SIG_DFL), 0
+    status = 0
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until set_up(), Ctrl-C ends it all
     try:
         run_command(argv)
     except Exception as error:
@@ -1542,7 +1551,7 @@ def main(argv=None):
         if isinstance(error, UserError):
             print(f"train_gpt2.py: {error}", file=sys.stderr, flush=True)
         else:
-            sys.excepthook(type(error), error, error.__traceback__)
+            sys.excepthook(type(error), error, error.__traceback__)  # print the traceback
     if dist.is_initialized():
         # Exit at once. A normal exit may wait for processes that wait for this one, and a thread of
         # gloo may abort it

@@ -185,7 +185,7 @@ def load(path):
     return torch.load(path, map_location="cpu", weights_only=True)
 
 def flat(content, name=""):
-    """Return {path: value} of nested dicts and lists, for example {"/optimizers/0/state": ...}."""
+    """Return {path: value} of nested dicts and lists, for example {"/config/T": 16}."""
     if isinstance(content, list):
         content = dict(enumerate(content))
     if not isinstance(content, dict):

@@ -329,10 +329,10 @@ def test_hidden_files_and_other_endings_are_not_read(tmp_path, make):
     np.testing.assert_array_equal(tokens_of(tmp_path / "out"), tokens)
 
 def test_linked_folders_are_read_once(tmp_path, make):
-    """A folder inside the corpus is read at its own place, and loops end."""
+    """Folders are read in the order of their real paths, and loops end."""
     source, other, texts = tmp_path / "in[1]", tmp_path / "other", make_texts(4, seed=0)
-    for path, text in zip((other / "1.jsonl", other / "x/2.jsonl", source / "c/3.jsonl",
-                           source / "d/4.jsonl"), texts, strict=True):
+    for path, text in zip((source / "c/1.jsonl", source / "d/2.jsonl", other / "3.jsonl",
+                           other / "x/4.jsonl"), texts, strict=True):
         write(path, jsonl([text]))
     (source / "b").mkdir()
     for link, target in (("a", other), ("b/c", source / "d"), ("d/up", source), ("z", other / "x"),
@@ -623,21 +623,21 @@ def split_digits(content):
 def test_another_tokenizer_with_as_many_ids_is_noticed(hf_folder, tmp_path):
     """It may have other ids, or cut texts at other places. A folder may have no tokenizer."""
     gpt2 = get_encoding("gpt2")
-    assert fineweb.same_tokenizer(hf_folder(len), gpt2)
-    assert not fineweb.same_tokenizer(str(tmp_path), BYTES)
-    assert not fineweb.same_tokenizer(str(hf_folder(split_digits)), gpt2)
+    assert not fineweb.has_other_ids(hf_folder(len), gpt2)
+    assert fineweb.has_other_ids(str(tmp_path), BYTES)
+    assert fineweb.has_other_ids(str(hf_folder(split_digits)), gpt2)
     fineweb.save_tokenizer(gpt2, tmp_path, context=1024)
-    assert not fineweb.same_tokenizer(hf_folder(reverse_ids), gpt2)
+    assert fineweb.has_other_ids(hf_folder(reverse_ids), gpt2)
     for path in tmp_path.glob("tokenizer*"):
         path.unlink()
-    assert fineweb.same_tokenizer(tmp_path, gpt2)
+    assert not fineweb.has_other_ids(tmp_path, gpt2)
 
 def test_the_hub_is_not_asked_for_the_tokenizer_of_gpt2(monkeypatch):
-    """A tokenizer that cannot be loaded counts as the same."""
+    """A tokenizer that cannot be loaded does not count as another one."""
     load = Mock(side_effect=OSError("no network"))
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", load)
     for name in ("gpt2", "openai-community/gpt2-xl", "somebody/gpt2"):
-        assert fineweb.same_tokenizer(name, BYTES)
+        assert not fineweb.has_other_ids(name, BYTES)
     assert [call.kwargs["local_files_only"] for call in load.mock_calls] == [True, True, False]
 
 def test_a_missing_vocabulary_is_one_line(tmp_path, monkeypatch):

@@ -345,17 +345,22 @@ def edit_options(t):
     def configure_optimizers(*args):
         optimizers = real(*args)
         optimizers[0].param_groups[0].update(betas=(0.5, 0.6), initial_lr=0.5)
+        optimizers[0].param_groups.reverse()  # the state does not depend on the order
         return optimizers
     t.configure_optimizers = configure_optimizers
+    t.finish = lambda run: print(run.optimizers[0].param_groups[1]["betas"],
+                                 run.optimizers[0].param_groups[1]["lr"])
 
 def test_options_of_the_optimizer_are_those_of_the_code(halfway):
     """Its state is loaded from the checkpoint."""
     run = succeed(start(halfway("options"), arrange=[(edit_options,)]))
     checkpoint = last_checkpoint(run.log_dir)
-    adamw, cfg = checkpoint["optimizers"][0], t.Config(**checkpoint["config"])
-    assert adamw["param_groups"][0]["betas"] == (0.5, 0.6)
-    assert adamw["param_groups"][0]["lr"] == pytest.approx(0.5 * t.get_lr(29, cfg) / cfg.max_lr)
-    assert adamw["state"][0]["step"] == 30
+    cfg = t.Config(**checkpoint["config"])
+    (lr,) = re.findall(r"^\(0.5, 0.6\) (.*)$", run.out, re.M)
+    assert float(lr) == pytest.approx(0.5 * t.get_lr(29, cfg) / cfg.max_lr)
+    for name, state in checkpoint["optimizers"].items():
+        assert next(iter(state.values())).shape in ((), checkpoint["model"][name].shape)
+    assert checkpoint["optimizers"]["transformer.wte.weight"]["step"] == 30
 
 def test_a_run_of_no_steps_validates_samples_and_is_saved_once(place):
     run = succeed(start(place / "no steps", max_steps=0, sample_every=5))
@@ -506,6 +511,8 @@ def test_the_files_of_a_run_that_was_never_saved_are_replaced(place):
     log = (folder / "log.txt").read_bytes()
     assert log.startswith(first) and "from step 5 on" in run.out
     (folder / "checkpoint_00005.pt").unlink()
-    run = start(folder, max_steps=5)
-    assert run.wait() == 1 and (folder / "log.txt").read_bytes() == log
-    one_line(run.err, "log_dir=", "a run whose checkpoints were removed")
+    for max_steps in (0, 5):  # the second of these runs replaces the log of the first
+        run = succeed(start(folder, max_steps=max_steps))
+        assert ("holds the log of a run, but no checkpoint" in run.out) == (max_steps == 0)
+        assert (folder / "log_before.txt").read_bytes() == log
+        t.newest_checkpoint(folder).unlink()
