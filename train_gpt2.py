@@ -109,7 +109,7 @@ class Config:
     decay_steps: int = 3800         # wsd only: number of final steps with a linear decay
     warmup_steps: int = 715         # steps of linear warmup (375 M tokens, as in GPT-3)
     max_steps: int = 19073          # optimizer steps (10 B tokens); 0 = only evaluate and sample
-    epochs: float = 0.0             # passes over the data, which determine max_steps; 0 = off
+    epochs: float = 0.0             # passes over the data, overridden by a max_steps flag; 0 = off
     weight_decay: float = 0.1       # weight decay of matrices and embeddings
     grad_clip: float = 1.0          # clip the gradient norm to this; 0 = no clipping
     # Monitoring. For the settings that end in _every, 0 means never
@@ -266,8 +266,8 @@ class GPT(nn.Module):
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
-            # The embeddings are float32. With a residual stream in 16 bits instead, the blocks read
-            # and write half as much memory
+            # The embeddings are float32. In 16 bits, in which x then stays, since the blocks add
+            # values in 16 bits to it, the residual stream takes half as much memory traffic
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.dropout(x)
         for block in self.transformer.h:
@@ -291,7 +291,8 @@ class GPT(nn.Module):
         """
         for _ in range(max_new_tokens):
             context = idx[:, -self.config.block_size:]
-            # Run the model eagerly, because a compiled one would be compiled again for each length
+            # If set_up() has compiled the model, run it eagerly here, because otherwise it would be
+            # compiled again for each length
             with torch.compiler.set_stance("force_eager"):
                 logits = self(context)[0][:, -1]  # (B, vocab_size)
             if top_k:
@@ -625,7 +626,7 @@ def train_step(run):
     loss_of_step = torch.zeros((), device=run.device)
     run.ddp_model.train()
     for row in starts:
-        # The first batch has been read in advance, except in the first step after the start
+        # The first micro-batch of a step has been read at the end of the step before
         x, y = run.next_batch or run.train_loader.batch(row, cfg.B, run.device)
         run.next_batch = None
         # A resumed run draws the dropout masks that it would have drawn without the interruption
@@ -661,9 +662,9 @@ def train_step(run):
 def update_weights(run, norm):
     """Let each optimizer take a step with the learning rate of run.step, and delete the gradients.
 
-    norm: the norm of all gradients. In float16, it is infinite if a gradient has overflowed. By
-    itself, GradScaler skips only the optimizer with this gradient. But clipping, which divides by
-    the norm, has set the gradients of the other one to 0. So both are skipped.
+    norm: the norm of all gradients. In float16, it is infinite if a gradient has overflowed, and
+    then clipping, which divides by it, has set all finite gradients to 0. So no optimizer may take
+    a step. (If Muon's gradient overflows and AdamW's do not, GradScaler skips Muon only.)
     """
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
@@ -796,14 +797,24 @@ def checkpoint_of(run):
 
     It consists of nested dicts, so that share() can send it to other processes value by value.
     """
-    names = {p: name for name, p in run.model.named_parameters()}
     return {
         "step": run.step, "best_loss": run.best_loss, "best_step": run.best_step,
         "train_s": run.train_s, "model": run.model.state_dict(),
         "gpt_config": asdict(run.model.config),
-        "optimizers": {names[p]: state for o in run.optimizers for p, state in o.state.items()},
+        "optimizers": {key: optimizer.state[p] for optimizer in run.optimizers
+                       for key, p in keys_and_parameters(run, optimizer) if p in optimizer.state},
         "scaler": run.scaler.state_dict(), "config": asdict(run.cfg),
         "data_facts": data_facts(run)}
+
+def keys_and_parameters(run, optimizer):
+    """Return [(key, parameter)] of an optimizer in the order of its groups.
+
+    A key, such as "AdamW transformer.wte.weight", names the state of a parameter in a checkpoint.
+    """
+    names = {p: name for name, p in run.model.named_parameters()}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return [(f"{type(optimizer).__name__} {names.get(p, number)}", p)
+            for number, p in enumerate(parameters)]
 
 def restore(run, checkpoint, branch=False):
     """Load what checkpoint_of() returned into the run.
@@ -820,19 +831,22 @@ def restore(run, checkpoint, branch=False):
         run.best_loss, run.best_step = checkpoint["best_loss"], checkpoint["best_step"]
     load_weights(run.model, checkpoint["model"], cfg.branch_from if branch else cfg.log_dir)
     if cfg.optimizer == before["optimizer"]:
-        names = {p: name for name, p in run.model.named_parameters()}
+        saved, n_loaded = checkpoint["optimizers"], 0
         for optimizer in run.optimizers:
-            # Load the state of each parameter. The options, such as betas, are those of the code.
-            # (A state_dict numbers the parameters in the order of the groups)
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            state = {number: checkpoint["optimizers"].get(names[p], {})
-                     for number, p in enumerate(parameters)}
+            # Load the state of each parameter. The options in the groups are those of the code. (A
+            # state_dict numbers the parameters in the order of the groups)
+            state = {number: saved[key] for number, (key, p) in enumerate(
+                keys_and_parameters(run, optimizer)) if key in saved}
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
+            n_loaded += len(state)
+        if n_loaded < len(saved):
+            print0(f"!!! configure_optimizers() was edited: the optimizer states of "
+                   f"{len(saved) - n_loaded} parameters are not used.")
     if checkpoint["scaler"]:  # it is empty if the scaler was disabled
         run.scaler.load_state_dict(checkpoint["scaler"])
 
 def check_same_run(run, before):
-    """Raise UserError if a resumed run has changed. Print whether max_steps changes the rate.
+    """Raise UserError if a resumed run has changed. Print if max_steps changes the learning rate.
 
     before: {name: value} of the settings and of data_facts() in the checkpoint.
     """
@@ -869,10 +883,10 @@ MAY_CHANGE = {
     "device", "dtype", "compile"}
 
 def data_facts(run):
-    """Return the numbers of tokens, and a checksum of the first tokens for training."""
-    return {"train_tokens": sum(map(len, run.train_loader.shards)),
-            "validation_tokens": sum(map(len, run.val_loader.shards)),
-            "data_checksum": zlib.crc32(run.train_loader.shards[0][:4096])}
+    """Return the numbers of tokens, and a checksum of the first tokens of all shards."""
+    train, val = run.train_loader.shards, run.val_loader.shards
+    return {"train_tokens": sum(map(len, train)), "validation_tokens": sum(map(len, val)),
+            "data_checksum": zlib.crc32(np.concatenate([shard[:4096] for shard in train + val]))}
 
 def changed_settings(run, before):
     """Return {name: message} for each setting or fact about the data that has changed.
@@ -992,11 +1006,13 @@ def delete_old_checkpoints(cfg, newest, best):
     if best is not None and best not in found:
         return
     for step in found.keys() - {newest, best}:
-        if cfg.keep_every == 0 or step % cfg.keep_every != 0:
-            try:
+        try:
+            # An earlier checkpoint may have been saved with another keep_every
+            keep_every = read_checkpoint(found[step])["config"]["keep_every"]
+            if keep_every == 0 or step % keep_every != 0:
                 found[step].unlink(missing_ok=True)
-            except OSError as e:
-                print0(f"!!! {found[step]} cannot be deleted: {summary_of(e)}")
+        except (OSError, UserError) as e:
+            print0(f"!!! {found[step]} cannot be deleted: {summary_of(e)}")
 
 # ---- Monitoring. log.txt gets every step; stdout gets only those that print_every selects
 def print0(text):
@@ -1044,7 +1060,7 @@ def plot_curves(folder):
 # Use any attention kernel except cuDNN's, which spends up to 0.5 s planning for each new length
 @sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 def sample_text(model, enc, cfg, seed):
-    """Return sample_prompt and the model's continuation, which stops at <|endoftext|>."""
+    """Return sample_prompt and the model's continuation, which is cut off at <|endoftext|>."""
     device = next(model.parameters()).device
     prompt = encode(enc, cfg.sample_prompt, special=True).tolist() or [enc.eot_token]
     tokens = model.generate(
@@ -1061,8 +1077,8 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in H
 def converted(weights, n_rows):
     """Convert a state dict of our GPT into one of Hugging Face's GPT-2, or the other way round.
 
-    n_rows: the number of rows of the embedding in the result. It is padded with rows of zeros, or
-    cut, since F.pad() cuts if the number of rows to add is negative.
+    Both ways, the same matrices are transposed, and the embedding gets n_rows rows: it is padded
+    with zeros or cut. (F.pad() cuts if the number of rows to add is negative.)
     """
     return {key: F.pad(weight, (0, 0, 0, n_rows - len(weight))) if key in TIED
             else weight.t() if key.endswith(TRANSPOSED) else weight
@@ -1236,6 +1252,7 @@ def check_processes_agree(run, dtype, start):
             **data_facts(run),
             **{name: value for name, value in asdict(run.cfg).items() if name not in of_machine},
             "dtype": str(dtype),  # instead of the setting, which may be auto
+            # It is above `start` only if this machine has a newer checkpoint
             "the newest step": max([start, *find_checkpoints(run.cfg.log_dir).keys()])}
     all_ranks = [mine] * WORLD_SIZE
     if WORLD_SIZE > 1:
@@ -1334,9 +1351,8 @@ def check_values(cfg, flags):
         for name in flags.keys() & (MODEL_SETTINGS - {"encoding"}):
             raise UserError(f"--{name} contradicts init_from or branch_from, because the weights "
                             "determine the shape of the model: leave it out.")
-    for one, other in (("init_from", "branch_from"), ("epochs", "max_steps")):
-        if one in flags and other in flags:
-            raise UserError(f"--{one} contradicts --{other}: leave one of them out.")
+    if cfg.branch_from and cfg.init_from != "scratch":
+        raise UserError("init_from contradicts branch_from: leave one of them out.")
     if cfg.n_embd % cfg.n_head:
         raise UserError(f"n_embd={cfg.n_embd} must be a multiple of n_head={cfg.n_head}.")
 
@@ -1361,7 +1377,7 @@ def with_model_settings(cfg, model):
     UserError if another T is too long, or if the encoding has a different number of ids.
     """
     c = model.config
-    if cfg.T > c.block_size and cfg.T not in (Config.T, SMALL["T"]):  # the user has set it
+    if cfg.T > c.block_size and cfg.T not in (Config.T, SMALL["T"]):  # no default
         raise UserError(f"T={cfg.T} is longer than the context of the weights in "
                         f"{cfg.branch_from or cfg.init_from}: set --T={c.block_size}, or less.")
     if get_encoding(c.encoding).n_vocab != c.vocab_size:
@@ -1401,9 +1417,9 @@ def print_summary(run, dtype, compiled):
            f"training  {cfg.max_steps:,} steps (warmup {cfg.warmup_steps:,}), {n_tokens:,} tokens, "
            f"{n_tokens / cfg.T / run.train_loader.rows_per_epoch:.2g} epochs\n"
            f"log       {Path(cfg.log_dir, 'log.txt')}, from step {run.step} on")
-    if 0 < cfg.max_steps <= cfg.warmup_steps:
-        print0(f"!!! max_steps is not above warmup_steps={cfg.warmup_steps}, so the learning rate "
-               "does not reach max_lr.")
+    if 0 < cfg.max_steps < cfg.warmup_steps:
+        print0(f"!!! max_steps is below warmup_steps={cfg.warmup_steps}, so the learning rate does "
+               "not reach max_lr.")
 
 def start_log_dir(run, resumed):
     """Write config.json and a copy of this script, and open log.txt, in log_dir.
@@ -1411,7 +1427,7 @@ def start_log_dir(run, resumed):
     A copy is named after the step from which it trained the run, such as train_gpt2_00500.py. Raise
     UserError if the code of a complete run was edited, or if a new run would replace files of
     another program. The files of a run without a checkpoint are replaced, but its log is kept if it
-    has several validations.
+    has more validations than can precede the first save, which is made in the background.
     """
     folder, code = Path(run.cfg.log_dir), Path(__file__).read_bytes()
     config, log = folder / "config.json", folder / "log.txt"
@@ -1422,7 +1438,7 @@ def start_log_dir(run, resumed):
         if any(before) and b'"total_batch_size"' not in before[0]:
             raise UserError(f"log_dir={folder} holds a log.txt or config.json of another program: "
                             "choose a different --log_dir.")
-        if len(re.findall(rb"^\d+ val ", before[1], re.M)) > 2:
+        if len(re.findall(rb"^\d+ val ", before[1], re.M)) > 3:
             os.replace(log, folder / "log_before.txt")
             print0(f"!!! {folder}/ holds the log of a run, but no checkpoint. The log is now "
                    "log_before.txt, and a new run begins.")

@@ -74,7 +74,7 @@ def test_a_branch_may_have_other_settings(place, source, name):
     checkpoint = last_checkpoint(run.log_dir)
     assert checkpoint["step"] == 30 and checkpoint["best_step"] >= 20
     assert checkpoint["config"]["beta1"] == changes.get("beta1", 0.9)
-    state = checkpoint["optimizers"]["transformer.wte.weight"]
+    state = checkpoint["optimizers"]["AdamW transformer.wte.weight"]
     assert state["step"] == (10 if name == "optimizer" else 30)
 
 def test_two_processes_branch_from_a_run_of_one(place, source):

@@ -205,7 +205,7 @@ BAD_SOURCES = {
     "another depth": (dict(init_from="start", n_layer=5), ["--n_layer contradicts init_from"]),
     "context too short": (dict(init_from="start", T=48), ["T=48", "start", "--T=32"]),
     "two sources": (dict(init_from="start", branch_from="log"),
-                    ["--init_from contradicts --branch_from"]),
+                    ["init_from contradicts branch_from"]),
     "another vocabulary": (dict(init_from="other.pt"), ["other.pt have 300", "--encoding"]),
     "an unknown vocabulary": (dict(init_from="hf300", encoding="bytes"),
                               ["hf300 have 300", "--encoding"]),

@@ -218,9 +218,10 @@ def test_the_best_checkpoint_is_kept_exported_and_used(place):
     words = dict(eval_every=3, keep_every=10, hide=["matplotlib"])
     run = start(place / "best", arrange=[(rise_after, 9), (signal_at, signal.SIGTERM, 16)], **words)
     assert succeed(run) and names(run.log_dir) == [9, 10, 17]
+    words["keep_every"] = 0  # what an earlier value has kept is not deleted
     run = succeed(start(place / "best", arrange=[(rise_after, 9)], **words))
     best = run.log_dir / "checkpoint_00009.pt"
-    assert names(run.log_dir) == [9, 10, 20, 30] and f"exported {best} to" in run.out
+    assert names(run.log_dir) == [9, 10, 30] and f"exported {best} to" in run.out
     assert last_checkpoint(run.log_dir)["best_step"] == 9
     sampled = succeed(Forked(None, without=TINY, log_dir=run.log_dir, sample=1, sample_tokens=5))
     assert sampled.out.startswith(f"Samples from {best}:")
@@ -358,9 +359,22 @@ def test_options_of_the_optimizer_are_those_of_the_code(halfway):
     cfg = t.Config(**checkpoint["config"])
     (lr,) = re.findall(r"^\(0.5, 0.6\) (.*)$", run.out, re.M)
     assert float(lr) == pytest.approx(0.5 * t.get_lr(29, cfg) / cfg.max_lr)
-    for name, state in checkpoint["optimizers"].items():
-        assert next(iter(state.values())).shape in ((), checkpoint["model"][name].shape)
-    assert checkpoint["optimizers"]["transformer.wte.weight"]["step"] == 30
+    for key, state in checkpoint["optimizers"].items():
+        shapes = {value.shape for value in state.values()} - {torch.Size()}
+        assert shapes == {checkpoint["model"][key.split(" ")[1]].shape}
+    assert checkpoint["optimizers"]["AdamW transformer.wte.weight"]["step"] == 30
+
+def rename_adamw(t):
+    """Replace AdamW by an optimizer with another name."""
+    t.torch.optim.AdamW = type("Other", (t.torch.optim.AdamW,), {})
+
+def test_states_of_another_optimizer_are_left_out(halfway):
+    """Its state starts empty, and one line says so."""
+    run = succeed(start(halfway("other"), arrange=[(rename_adamw,)]))
+    saved = last_checkpoint(run.log_dir)["optimizers"]
+    n_others = sum(key.startswith("Other ") for key in saved)
+    assert f"the optimizer states of {n_others} parameters are not used" in run.out
+    assert saved["Other transformer.wte.weight"]["step"] == 17
 
 def test_a_run_of_no_steps_validates_samples_and_is_saved_once(place):
     run = succeed(start(place / "no steps", max_steps=0, sample_every=5))
@@ -502,17 +516,19 @@ def test_the_files_of_a_run_that_was_never_saved_are_replaced(place):
     with open(folder / "log.txt", "a") as log:
         log.write("99 train 10.0\n")
     (folder / "train_gpt2_00050.py").write_text("an old copy")
-    run = succeed(start(folder, max_steps=5))
+    words = dict(max_steps=5, warmup_steps=6)
+    run = succeed(start(folder, **words))
     first = (folder / "log.txt").read_bytes()
-    assert "!!! max_steps is not above warmup_steps=5" in run.out
+    assert "!!! max_steps is below warmup_steps=6" in run.out
     assert run.out.count("from step 0 on") == 1 and (99, "train") not in read_log(folder)
     assert [path.name for path in folder.glob("*.py")] == ["train_gpt2_00000.py"]
-    run = succeed(start(folder, max_steps=5))
+    for _ in range(2):  # each repeats the last validation
+        run = succeed(start(folder, **words))
+        assert "from step 5 on" in run.out
     log = (folder / "log.txt").read_bytes()
-    assert log.startswith(first) and "from step 5 on" in run.out
-    (folder / "checkpoint_00005.pt").unlink()
-    for max_steps in (0, 5):  # the second of these runs replaces the log of the first
-        run = succeed(start(folder, max_steps=max_steps))
-        assert ("holds the log of a run, but no checkpoint" in run.out) == (max_steps == 0)
-        assert (folder / "log_before.txt").read_bytes() == log
+    assert log.startswith(first)
+    for is_long in (True, False):  # the log of the first of these two runs is short, and replaced
         t.newest_checkpoint(folder).unlink()
+        run = succeed(start(folder, **words))
+        assert ("holds the log of a run, but no checkpoint" in run.out) == is_long
+        assert (folder / "log_before.txt").read_bytes() == log

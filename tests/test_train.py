@@ -338,11 +338,6 @@ def test_an_invalid_value_is_reported_with_its_name(folder, monkeypatch, capsys,
         t.main()
     one_line(capsys.readouterr().err, flag.partition("=")[0][2:])
 
-def test_two_flags_for_one_thing_are_refused():
-    flags = {"epochs": 1.0, "max_steps": 5}
-    with pytest.raises(t.UserError, match="--epochs contradicts --max_steps"):
-        t.check_values(t.Config(**flags), flags)
-
 def test_a_value_edited_in_the_file_is_checked_like_a_flag():
     with pytest.raises(t.UserError, match="optimizer=Muon: choose one of adamw, muon"):
         t.check_values(t.Config(optimizer="Muon"), {})
