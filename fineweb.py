@@ -84,9 +84,9 @@ def encoding_arguments(name):
 def get_encoding(name, thread_id=None):
     """Return the tiktoken.Encoding called `name`. Raise UserError if it cannot be used.
 
-    thread_id: only distinguishes calls in the cache, so that each thread can have its own Encoding,
-    which takes 0.04 s and 11 MB for GPT-2. Two threads that shared one would also share the caches
-    of its regular expression, and be 14% to 54% slower (tests/measured/tokenize.txt).
+    thread_id: only part of the cache's key, so that each thread gets its own Encoding (0.04 s and
+    11 MB for GPT-2). Two threads that share one also share the caches of its regular expression,
+    and are 14% to 54% slower (tests/measured/tokenize.txt).
     """
     try:
         return tiktoken.Encoding(**encoding_arguments(name))
@@ -102,14 +102,14 @@ def encode(enc, text, special=False):
     special: whether the characters <|endoftext|> in the text become the special token. By default,
     they are ordinary text.
     """
-    # Replace lone surrogates (for example half of an emoji), which tiktoken does not accept
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     try:
         return enc.encode_to_numpy(
             text, allowed_special={END_OF_TEXT} if special else set(), disallowed_special=()
         ).astype(np.uint16 if enc.n_vocab <= 2**16 else np.uint32)
     except ValueError:
-        # tiktoken refuses some texts, for example a million spaces before a letter. Encode such a
+        # tiktoken refuses lone surrogates (for example half of an emoji): replace them
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        # It also refuses some texts, for example a million spaces before a letter. Encode such a
         # text in parts. A part is <|endoftext|>, or up to 100,000 characters that do not contain it
         return np.concatenate([encode(enc, part, special) for part in re.findall(
             r"<\|endoftext\|>|(?:(?!<\|endoftext\|>)[\s\S]){1,100000}", text)])
@@ -140,8 +140,8 @@ def save_tokenizer(enc, folder, context):
 def has_other_ids(source, enc):
     """Return whether a Hugging Face model has a tokenizer with other ids than a tiktoken.Encoding.
 
-    source: a folder or a name on the hub, where OpenAI's models are not looked up, since their
-    tokenizer is known. Return False if there is no tokenizer, or if it cannot be loaded.
+    source: a folder or a name on the hub. For OpenAI's models, whose tokenizer is known, the hub is
+    not asked. Return False if there is no tokenizer, or if it cannot be loaded.
     """
     # The text begins with a space, because some tokenizers put one before each text
     text = " It doesn't see naïve 日本語:\n\n\tfor i in range(1234567):  return x_i;\n"
@@ -186,8 +186,8 @@ def lock_folder(name, folder):
         raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose a "
                         f"different {name}.") from None
     except (NotImplementedError, OSError) as e:
-        # These errors say that the disk does not support locks, as some network disks. Old versions
-        # of filelock raise a NotImplementedError, which has no errno, instead
+        # Some network disks do not support locks. Old versions of filelock then raise
+        # NotImplementedError, which has no errno
         no_locks = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
         if isinstance(e, OSError) and e.errno not in no_locks:
             raise UserError(f"{name}={folder} cannot be used ({summary_of(e)}): choose a folder in "
@@ -246,7 +246,7 @@ def find_files(source, remote_name):
     folder nor a dataset on the hub.
     """
     if os.path.isdir(source):
-        files = {}  # {real path of a folder: paths of its files}, since links may lead to it, too
+        files = {}  # {real path of a folder: paths of its files}. Links may lead to it again
         for folder, subfolders, names in os.walk(source, followlinks=True):
             folder = os.path.realpath(folder)
             subfolders[:] = [name for name in subfolders if folder not in files and name[0] != "."]
@@ -292,7 +292,7 @@ def text_of(value):
     if not isinstance(value, str):  # from a parquet file
         return (value or b"").decode("utf-8", "replace")
     document = json.loads(value.strip("\ufeff \t\n\v\f\r") or '{"text": ""}')
-    return "" + (document["text"] or "")  # a TypeError if it is not a string
+    return "" + (document["text"] or "")  # raise TypeError if it is not a string
 
 def read_groups(urls, start):
     """Yield (number of the file, number of the first document, texts) for each group of documents.
@@ -301,7 +301,7 @@ def read_groups(urls, start):
     a file cannot be read.
     """
     for number in range(start["file"], len(urls)):
-        n_read = start["document"] if number == start["file"] else 0  # documents of this file
+        n_read = start["document"] if number == start["file"] else 0  # documents read so far
         try:
             for group in open_stream(urls[number]).skip(n_read).iter(batch_size=GROUP):
                 document, texts = n_read, []
@@ -391,7 +391,7 @@ def find_finished(cfg, files):
     if not any(path.parent.glob("*_train_*.npy")):
         return []
     before, shards = ([json.loads(path.read_bytes())[key] for key in ("settings", "shards")]
-                      if path.exists() else ({}, []))  # then all settings differ
+                      if path.exists() else ({}, []))  # so all settings differ
     now = json.loads(manifest_of(cfg, files, shards))["settings"]
     changes = [f"{name} was {before.get(name, 'absent')} and is {now.get(name, 'absent')}"
                for name in before | now if before.get(name) != now.get(name)]
@@ -414,8 +414,8 @@ def add_shards(cfg, files, shards):
     for tokens, end in itertools.islice(new_shards, n_missing):
         # Use build-nanogpt's file names, whatever the corpus is
         name = f"edufineweb_{'train' if shards else 'val'}_{len(shards):06d}.npy"
-        # Into a real file, np.save() writes from C, and does not notice a full disk. So give it an
-        # object that only has the file's write()
+        # np.save() writes to a real file from C, and does not notice a full disk. So pass an object
+        # that has only write()
         write_whole(manifest.with_name(name),
                     lambda file: np.save(types.SimpleNamespace(write=file.write), tokens))
         shards = [*shards, {"name": name, "tokens": len(tokens), "documents": int(

@@ -114,8 +114,8 @@ def gpt2_encode(text):
 def question_to_ids(example, text_to_ids=gpt2_encode):
     """Return the token ids of a question: (context, [4 endings]), all of them lists."""
     # An ending continues the context, so its ids should be those of " " + ending. But some
-    # tokenizers put a start token or another space before each text. So encode "a " + ending
-    # instead, and drop the ids of "a", before which they put the same
+    # tokenizers put a start token or a space before each text. So encode "a " + ending, and drop as
+    # many ids as "a" alone has
     n_dropped = len(text_to_ids("a"))
     return text_to_ids(example["ctx"]), [text_to_ids("a " + ending)[n_dropped:]
                                          for ending in example["endings"]]

@@ -72,7 +72,7 @@ WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1)) if "RANK" in os.environ else 1
 class Config:
     """The settings: GPT-2 (124M) with GPT-3's hyperparameters (Brown et al. 2020, table 2.1).
 
-    For a text file, SMALL or FINETUNE below replace some of them. If edu_fineweb10B contains no
+    For text files, SMALL or FINETUNE (below) replaces some of them. If edu_fineweb10B contains no
     shards, and no other `data` is chosen, input.txt is used. (Under torchrun, or if there is a GPU,
     this is an error, because the user probably meant GPT-2.)
     """
@@ -266,8 +266,8 @@ class GPT(nn.Module):
         positions = torch.arange(idx.size(1), device=idx.device)
         x = self.transformer.wte(idx) + self.transformer.wpe(positions)  # (B, T, C)
         if torch.is_autocast_enabled(x.device.type):
-            # The embeddings are float32. In 16 bits, in which x then stays, since the blocks add
-            # values in 16 bits to it, the residual stream takes half as much memory traffic
+            # The embeddings are float32. Cast x to 16 bits. The blocks add 16-bit values to it, so
+            # the whole residual stream stays in 16 bits, which halves the memory traffic
             x = x.to(torch.get_autocast_dtype(x.device.type))
         x = self.dropout(x)
         for block in self.transformer.h:
@@ -317,7 +317,7 @@ class GPT(nn.Module):
         (the bytes and <|endoftext|>) or 50257 ids (GPT-2's).
         Raise UserError if the weights cannot be read or do not fit this class.
         """
-        source = best_checkpoint(source) or source  # it is None unless source is a run's folder
+        source = best_checkpoint(source) or source  # (None if source is not a run's folder)
         if not str(source).endswith(".pt"):
             return gpt_from_hugging_face(source, dropout, encoding)
         checkpoint = read_checkpoint(source)
@@ -427,7 +427,7 @@ def open_shards(folder, encoding):
 def open_data(cfg, enc):
     """Return the loaders for training and validation.
 
-    enc: what get_encoding() returns for cfg.encoding. If a text file contains the characters
+    enc: the tiktoken.Encoding for cfg.encoding. If a text file contains the characters
     <|endoftext|>, they become the special token that separates documents.
     Raise UserError if the data is unreadable or too short, or if it needs a different encoding.
     """
@@ -577,6 +577,7 @@ class Run:
     autocast: partial             # returns torch.autocast's context manager for the run's dtype
     train_loader: DataLoaderLite
     val_loader: DataLoaderLite
+    data_facts: dict              # what data_facts() returns. It must not change during the run
     hella: object = None          # HellaSwag's questions (a hellaswag.Prepared), or None
     step: int = 0                 # number of steps taken
     best_loss: float = math.inf   # the lowest validation loss
@@ -603,8 +604,8 @@ def validation_loss(run):
     sums = torch.zeros(2, device=run.device)  # the sum of the losses, and the number of targets
     for row in range(RANK * cfg.B, n_rows, WORLD_SIZE * cfg.B):
         x, y = loader.batch(row, cfg.B, run.device)
-        # The last batch has B rows, too, because the model would be compiled again for fewer rows.
-        # Ignore the targets in its surplus rows. (In all other batches, this selects no row)
+        # The last batch also has B rows, because torch.compile would compile the model again for
+        # fewer. Ignore the targets in its surplus rows. (In other batches, this selects no row)
         y[n_rows - row:] = -100
         with run.autocast():
             _, loss = run.model(x, y, return_logits=False)
@@ -626,7 +627,7 @@ def train_step(run):
     loss_of_step = torch.zeros((), device=run.device)
     run.ddp_model.train()
     for row in starts:
-        # The first micro-batch of a step has been read at the end of the step before
+        # The first micro-batch was read at the end of the previous step
         x, y = run.next_batch or run.train_loader.batch(row, cfg.B, run.device)
         run.next_batch = None
         # A resumed run draws the dropout masks that it would have drawn without the interruption
@@ -646,8 +647,8 @@ def train_step(run):
     norm = nn.utils.clip_grad_norm_(run.model.parameters(), cfg.grad_clip or math.inf)
     update_weights(run, norm)
     run.step += 1
-    # While the GPU computes, read the first batch of the next step. If this fails, that step will
-    # read it again and raise the error. So the step that was just taken is still logged
+    # While the GPU computes, read the first batch of the next step. If this fails, the next step
+    # reads it again and raises the error, so the step just taken is still logged
     with contextlib.suppress(UserError):
         run.next_batch = run.train_loader.batch(
             run.step * rows + RANK * cfg.B, cfg.B, run.device)
@@ -662,9 +663,9 @@ def train_step(run):
 def update_weights(run, norm):
     """Let each optimizer take a step with the learning rate of run.step, and delete the gradients.
 
-    norm: the norm of all gradients. In float16, it is infinite if a gradient has overflowed, and
-    then clipping, which divides by it, has set all finite gradients to 0. So no optimizer may take
-    a step. (If Muon's gradient overflows and AdamW's do not, GradScaler skips Muon only.)
+    norm: the norm of all gradients. If a float16 gradient has overflowed, it is not finite, and
+    clipping, which divides by it, has destroyed all gradients. So no optimizer may take a step. (If
+    only gradients of Muon's overflow, GradScaler itself would skip Muon and not AdamW.)
     """
     overflowed = run.scaler.is_enabled() and not norm.isfinite()
     for optimizer in run.optimizers:
@@ -684,8 +685,7 @@ def due(every, run):
         run.step % every == 0 or run.step >= run.cfg.max_steps)
 
 def untrained(run):
-    """Return whether the weights are still random, and therefore not worth saving or sampling from.
-    """
+    """Return whether the weights are still random, so not worth saving or sampling from."""
     return run.step == 0 and run.cfg.init_from == "scratch"
 
 def train(run):
@@ -804,7 +804,7 @@ def checkpoint_of(run):
         "optimizers": {key: optimizer.state[p] for optimizer in run.optimizers
                        for key, p in keys_and_parameters(run, optimizer) if p in optimizer.state},
         "scaler": run.scaler.state_dict(), "config": asdict(run.cfg),
-        "data_facts": data_facts(run)}
+        "data_facts": run.data_facts}
 
 def keys_and_parameters(run, optimizer):
     """Return [(key, parameter)] of an optimizer in the order of its groups.
@@ -819,7 +819,7 @@ def keys_and_parameters(run, optimizer):
 def restore(run, checkpoint, branch=False):
     """Load what checkpoint_of() returned into the run.
 
-    branch: whether the run is a new one, which continues that of the checkpoint (branch_from).
+    branch: whether this is a new run that branches from the checkpoint's run.
     Raise UserError if the checkpoint does not fit the run.
     """
     cfg, before = run.cfg, checkpoint["config"] | checkpoint["data_facts"]
@@ -833,15 +833,15 @@ def restore(run, checkpoint, branch=False):
     if cfg.optimizer == before["optimizer"]:
         saved, n_loaded = checkpoint["optimizers"], 0
         for optimizer in run.optimizers:
-            # Load the state of each parameter. The options in the groups are those of the code. (A
-            # state_dict numbers the parameters in the order of the groups)
+            # Load the state of each parameter, and keep the options in the groups, such as betas,
+            # which the code has set. A state_dict numbers the parameters in this order
             state = {number: saved[key] for number, (key, p) in enumerate(
                 keys_and_parameters(run, optimizer)) if key in saved}
             optimizer.load_state_dict(optimizer.state_dict() | {"state": state})
             n_loaded += len(state)
         if n_loaded < len(saved):
-            print0(f"!!! configure_optimizers() was edited: the optimizer states of "
-                   f"{len(saved) - n_loaded} parameters are not used.")
+            print0(f"!!! The optimizer states of {len(saved) - n_loaded} parameters are not used, "
+                   "because the edited code does not train them with the same optimizer.")
     if checkpoint["scaler"]:  # it is empty if the scaler was disabled
         run.scaler.load_state_dict(checkpoint["scaler"])
 
@@ -862,7 +862,10 @@ def check_same_run(run, before):
                f"rate changes from {lr_before:.2e} to {lr:.2e} at step {run.step}.")
 
 def print_branch_changes(run, before):
-    """Print what differs between a run and the one that it branches from. before: as above."""
+    """Print what differs between a run and the one that it branches from.
+
+    before: {name: value} of the settings and of data_facts() in the checkpoint.
+    """
     cfg, changes = run.cfg, changed_settings(run, before)
     changes.pop("branch_from", None)
     # With another total_batch_size, the run goes on at another row of the data
@@ -882,9 +885,8 @@ MAY_CHANGE = {
     "sample_every", "sample_prompt", "sample_tokens", "temperature", "top_k", "sample", "log_dir",
     "device", "dtype", "compile"}
 
-def data_facts(run):
-    """Return the numbers of tokens, and a checksum of the first tokens of all shards."""
-    train, val = run.train_loader.shards, run.val_loader.shards
+def data_facts(train, val):
+    """Return the numbers of tokens in two lists of shards, and a checksum of their first tokens."""
     return {"train_tokens": sum(map(len, train)), "validation_tokens": sum(map(len, val)),
             "data_checksum": zlib.crc32(np.concatenate([shard[:4096] for shard in train + val]))}
 
@@ -893,7 +895,7 @@ def changed_settings(run, before):
 
     before: {name: value}. max_steps may be larger, and the settings in MAY_CHANGE may differ.
     """
-    now = asdict(run.cfg) | data_facts(run)
+    now = asdict(run.cfg) | run.data_facts
     # A setting that was added after the run began is assumed to have had its default value
     before = asdict(Config()) | before
     changed = {name for name in now if before[name] != now[name]} - MAY_CHANGE
@@ -923,12 +925,10 @@ def newest_checkpoint(folder):
 def best_checkpoint(folder):
     """Return the path of the checkpoint with the lowest validation loss in a folder, or None.
 
-    Without validations, or if it has been removed, return the newest one.
+    If there were no validations, or if that checkpoint has been removed, return the newest one.
     """
     newest = newest_checkpoint(folder)
-    if newest is None:
-        return None
-    best_step = read_checkpoint(newest)["best_step"]  # None without validations
+    best_step = read_checkpoint(newest)["best_step"] if newest else None
     return find_checkpoints(folder).get(best_step, newest)
 
 def read_checkpoint(path):
@@ -998,7 +998,7 @@ def write_checkpoint(cfg, step, best_step, content):
     return True
 
 def delete_old_checkpoints(cfg, newest, best):
-    """Keep the newest checkpoint, the best one, and those at multiples of keep_every.
+    """Keep the newest checkpoint, the best one, and those at multiples of their run's keep_every.
 
     If the best one could not be saved, keep all. newest, best: steps; best may be None.
     """
@@ -1077,8 +1077,8 @@ TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")  # (in, out) in H
 def converted(weights, n_rows):
     """Convert a state dict of our GPT into one of Hugging Face's GPT-2, or the other way round.
 
-    Both ways, the same matrices are transposed, and the embedding gets n_rows rows: it is padded
-    with zeros or cut. (F.pad() cuts if the number of rows to add is negative.)
+    In both directions, the same matrices are transposed, and the embedding gets n_rows rows: it is
+    padded with zeros or cut. (F.pad() cuts if the number of rows to add is negative.)
     """
     return {key: F.pad(weight, (0, 0, 0, n_rows - len(weight))) if key in TIED
             else weight.t() if key.endswith(TRANSPOSED) else weight
@@ -1153,7 +1153,7 @@ def difference_of_logits(model, hf_model):
     """
     c = model.config
     idx = torch.randint(c.vocab_size, (1, c.block_size), generator=torch.Generator().manual_seed(0))
-    # Include <|endoftext|>, the last id, since attention might have been edited to end at it
+    # Include <|endoftext|>, the last id, to notice an edit that stops attention at it
     idx[0, c.block_size // 2] = c.vocab_size - 1
     theirs = hf_model.float().eval()(idx).logits
     differences = (model(idx)[0] - theirs).norm(dim=-1) / theirs.norm(dim=-1)  # (1, T)
@@ -1208,22 +1208,25 @@ def join_processes(device):
 def agree_on_prefix(store):
     """Return a random string that is the same in all processes and different after each restart.
 
-    The difficulty is that the store still holds what processes before a restart have written.
-    1. Each rank except 0 stores a random key, its question, and waits for a value under this key.
-    2. Rank 0 chooses the string, reads the question of each rank, and stores the string under the
-       key that it finds there. This may be the question of a dead process, so rank 0 repeats this
-    3. until the number of ranks that have read the string is complete.
+    The store still holds what processes before a restart have written, so a fixed key for the
+    string will not do. Therefore:
+
+    1. Each rank except 0 chooses a random key, stores this key under its rank, and waits for a
+       value under the random key.
+    2. Rank 0 chooses the string, looks up the random key of each rank, and stores the string there.
+    3. A key that rank 0 has found may be that of a dead process. So it repeats step 2 until all
+       other ranks have added themselves to the readers of its string.
     """
     if RANK != 0:
         key = os.urandom(8).hex()
-        store.set(f"question of rank {RANK}", key)
+        store.set(f"key of rank {RANK}", key)
         prefix = store.get(key).decode()  # waits until the key exists
         store.add(f"readers of {prefix}", 1)
         return prefix
     prefix = os.urandom(8).hex()
     while store.add(f"readers of {prefix}", 0) < WORLD_SIZE - 1:  # adding 0 returns the number
         for rank in range(1, WORLD_SIZE):
-            store.set(store.get(f"question of rank {rank}").decode(), prefix)
+            store.set(store.get(f"key of rank {rank}").decode(), prefix)
         time.sleep(0.05)
     return prefix
 
@@ -1247,10 +1250,10 @@ def check_processes_agree(run, dtype, start):
     start: the step at which the run starts. Another machine's log_dir may hold older checkpoints or
     none, but if it holds a newer one, rank 0 has read the wrong checkpoint.
     """
-    of_machine = ("data", "log_dir", "device", "compile")  # these may differ
+    may_differ = ("data", "log_dir", "device", "compile")
     mine = {"the script's checksum": zlib.crc32(Path(__file__).read_bytes()),
-            **data_facts(run),
-            **{name: value for name, value in asdict(run.cfg).items() if name not in of_machine},
+            **run.data_facts,
+            **{name: value for name, value in asdict(run.cfg).items() if name not in may_differ},
             "dtype": str(dtype),  # instead of the setting, which may be auto
             # It is above `start` only if this machine has a newer checkpoint
             "the newest step": max([start, *find_checkpoints(run.cfg.log_dir).keys()])}
@@ -1293,14 +1296,14 @@ def choose_attention_kernels(cfg, device, dtype):
 
 # ---- The start: build a Run from the command-line flags, and train
 #
-# a run that         | gets weights and the shape of the model from | optimizer state and step from
-# is new             | the seed and Config                          | - (it starts at step 0)
-# ... with init_from | init_from                                    | - (it starts at step 0)
-# ... or branch_from | the checkpoint in branch_from                | the same checkpoint
-# is resumed         | the checkpoint in log_dir                    | the same checkpoint
+# run                      | weights and shape of the model   | optimizer state and step
+# new run                  | random (seed), Config            | none, 0
+# new run with init_from   | those in init_from               | none, 0
+# new run with branch_from | those in the checkpoint          | those in the checkpoint
+# resumed run              | those in its newest checkpoint   | those in its newest checkpoint
 #
-# The settings that Config and GPTConfig share, and which loaded weights determine: n_layer, n_head,
-# n_embd and encoding. If you add a setting of the model to both, it is included
+# The settings that Config shares with GPTConfig and that loaded weights determine: n_layer, n_head,
+# n_embd and encoding. A setting that you add to both is included
 MODEL_SETTINGS = {f.name for f in fields(GPTConfig) if hasattr(Config, f.name)} - {"dropout"}
 
 def configure(flags):
@@ -1373,11 +1376,11 @@ def build_model(cfg, checkpoint=None):
 def with_model_settings(cfg, model):
     """Return the Config with the encoding and the shape of a model whose weights were loaded.
 
-    If T has its default value in Config or SMALL, it is lowered to the model's context. Raise
-    UserError if another T is too long, or if the encoding has a different number of ids.
+    If T is longer than the model's context, it is lowered if it is a default (in Config or SMALL).
+    Raise UserError if it is not, or if the encoding has a different number of ids.
     """
     c = model.config
-    if cfg.T > c.block_size and cfg.T not in (Config.T, SMALL["T"]):  # no default
+    if cfg.T > c.block_size and cfg.T not in (Config.T, SMALL["T"]):
         raise UserError(f"T={cfg.T} is longer than the context of the weights in "
                         f"{cfg.branch_from or cfg.init_from}: set --T={c.block_size}, or less.")
     if get_encoding(c.encoding).n_vocab != c.vocab_size:
@@ -1426,8 +1429,8 @@ def start_log_dir(run, resumed):
 
     A copy is named after the step from which it trained the run, such as train_gpt2_00500.py. Raise
     UserError if the code of a complete run was edited, or if a new run would replace files of
-    another program. The files of a run without a checkpoint are replaced, but its log is kept if it
-    has more validations than can precede the first save, which is made in the background.
+    another program. The files of a run without a checkpoint are replaced. But its log is renamed if
+    it has more than three validations, which shows that checkpoints have been removed.
     """
     folder, code = Path(run.cfg.log_dir), Path(__file__).read_bytes()
     config, log = folder / "config.json", folder / "log.txt"
@@ -1480,11 +1483,10 @@ def set_up(cfg, device):
     resumed = share(source is not None, device)  # whether rank 0 has a checkpoint
     if cfg.branch_from and not resumed:
         source = newest_checkpoint(cfg.branch_from) or cfg.branch_from
-    # None if the run starts at step 0
     checkpoint = share(read_checkpoint(source) if source and RANK == 0 else None, device)
     model = build_model(cfg, checkpoint)
     if cfg.branch_from or cfg.init_from != "scratch":
-        cfg = with_model_settings(cfg, model)  # in other runs, restore() compares the settings
+        cfg = with_model_settings(cfg, model)  # otherwise, restore() compares the settings
     enc = get_encoding(cfg.encoding)
     train_loader, val_loader = open_data(cfg, enc)
     cfg = with_batch_and_steps(cfg, train_loader.rows_per_epoch)
@@ -1497,7 +1499,8 @@ def set_up(cfg, device):
         optimizers=configure_optimizers(model, cfg, muon_dtype),
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         autocast=partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-        train_loader=train_loader, val_loader=val_loader)
+        train_loader=train_loader, val_loader=val_loader,
+        data_facts=data_facts(train_loader.shards, val_loader.shards))
     check_processes_agree(run, dtype, checkpoint["step"] if checkpoint else 0)
     if checkpoint:
         restore(run, checkpoint, branch=not resumed)
@@ -1523,7 +1526,7 @@ def print_samples(cfg, device):
     checkpoint = best_checkpoint(folder)
     if not checkpoint and cfg.init_from == "scratch":
         raise UserError(f"log_dir={folder} has no weights: train, or set --init_from.")
-    source = checkpoint or folder  # if it is not the folder of a run, from_pretrained() reads it
+    source = checkpoint or folder
     model = GPT.from_pretrained(source, encoding=cfg.encoding).to(device)
     cfg = with_model_settings(cfg, model)
     enc = get_encoding(cfg.encoding)
@@ -1554,7 +1557,7 @@ def main(argv=None):
     with contextlib.suppress(AttributeError):  # a notebook's stdout has no reconfigure()
         sys.stdout.reconfigure(errors="backslashreplace")  # samples may contain any character
     status = 0
-    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until set_up(), Ctrl-C ends it all
+    handler = signal.signal(signal.SIGINT, signal.SIG_DFL)  # until set_up() has ended
     try:
         run_command(argv)
     except Exception as error:

@@ -188,7 +188,7 @@ def time_steps(fused=True, logits=False, flash=True, tf32=True, padded=True, **c
         cfg=cfg, device=device, model=model, ddp_model=model, optimizers=optimizers,
         scaler=torch.amp.GradScaler(device.type, enabled=dtype == torch.float16),
         autocast=t.partial(torch.autocast, device.type, dtype, enabled=dtype != torch.float32),
-        train_loader=t.DataLoaderLite([tokens], cfg.T), val_loader=None)
+        train_loader=t.DataLoaderLite([tokens], cfg.T), val_loader=None, data_facts={})
     seconds = []
     for _ in range(25 if CUDA else 5):
         start = time.perf_counter()

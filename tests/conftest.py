@@ -150,7 +150,7 @@ def stub_run(model, cfg, rows, optimizers=None, float16=False):
     return t.Run(
         cfg=cfg, device=torch.device("cpu"), model=model, ddp_model=model, optimizers=optimizers,
         scaler=torch.amp.GradScaler("cpu", enabled=float16), autocast=contextlib.nullcontext,
-        train_loader=loader, val_loader=loader)
+        train_loader=loader, val_loader=loader, data_facts={})
 
 # ---- Comparing results
 def one_line(stderr, *parts):

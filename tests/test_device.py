@@ -106,8 +106,6 @@ def test_a_float16_step_that_overflowed_changes_no_weight(bad, optimizer):
     assert all(map(torch.equal, before, run.model.parameters()))
     assert run.scaler.get_scale() == 2**15
     again = stub_run(small(), cfg, ids(T=33), float16=True)
-    for loader in (run.train_loader, again.train_loader, run.val_loader, again.val_loader):
-        loader.shards = [torch.zeros(9).numpy()]
     t.restore(again, t.checkpoint_of(run))
     assert (again.scaler.get_scale(), again.step) == (2**15, 2)
     hook.remove()

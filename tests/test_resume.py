@@ -365,7 +365,7 @@ def test_options_of_the_optimizer_are_those_of_the_code(halfway):
     assert checkpoint["optimizers"]["AdamW transformer.wte.weight"]["step"] == 30
 
 def rename_adamw(t):
-    """Replace AdamW by an optimizer with another name."""
+    """Replace AdamW with an optimizer that has another name."""
     t.torch.optim.AdamW = type("Other", (t.torch.optim.AdamW,), {})
 
 def test_states_of_another_optimizer_are_left_out(halfway):
@@ -373,7 +373,7 @@ def test_states_of_another_optimizer_are_left_out(halfway):
     run = succeed(start(halfway("other"), arrange=[(rename_adamw,)]))
     saved = last_checkpoint(run.log_dir)["optimizers"]
     n_others = sum(key.startswith("Other ") for key in saved)
-    assert f"the optimizer states of {n_others} parameters are not used" in run.out
+    assert f"The optimizer states of {n_others} parameters are not used" in run.out
     assert saved["Other transformer.wte.weight"]["step"] == 17
 
 def test_a_run_of_no_steps_validates_samples_and_is_saved_once(place):
@@ -419,6 +419,7 @@ def test_a_changed_constant_or_text_is_refused_with_both_values(reference):
     run = mock.Mock(cfg=cfg)
     run.train_loader, run.val_loader = t.open_data(cfg, t.get_encoding(cfg.encoding))
     before = saved["config"] | saved["data_facts"]
+    run.data_facts = saved["data_facts"]
     for name, value in saved["config"].items():
         new = f"{value}x" if isinstance(value, str) else value + 1  # True + 1 is not True
         new = value - 1 if name == "max_steps" else new
@@ -433,10 +434,10 @@ def test_a_changed_constant_or_text_is_refused_with_both_values(reference):
     run.cfg, (shard,) = cfg, run.train_loader.shards
     for shards, message in (([shard[:7], shard[7:10]], f"train_tokens was {len(shard)}, is 10"),
                             ([shard[::-1].copy()], "data_checksum was .*, is .*")):
-        run.train_loader.shards = shards
+        run.data_facts = t.data_facts(shards, run.val_loader.shards)
         with pytest.raises(t.UserError, match=f"{message}.*different --log_dir"):
             t.restore(run, saved)
-    run.train_loader.shards, run.val_loader.shards = [shard], [shard[:9]]
+    run.data_facts = t.data_facts([shard], [shard[:9]])
     with pytest.raises(t.UserError, match="validation_tokens was .*, is 9. .*different --log_dir"):
         t.restore(run, saved)
 
