@@ -795,7 +795,9 @@ def finish(run):
 def checkpoint_of(run):
     """Return everything that a checkpoint contains. restore() is its counterpart.
 
-    It consists of nested dicts, so that share() can send it to other processes value by value.
+    It consists of nested dicts, so that share() can send it to other processes value by value. Of
+    the optimizers, it contains the state of each parameter. If you use an optimizer that also keeps
+    state elsewhere, for example in its groups, add this state here and in restore().
     """
     return {
         "step": run.step, "best_loss": run.best_loss, "best_step": run.best_step,
