@@ -101,6 +101,13 @@ def shared(name):
         pytest.skip(f"no shared data at {path}")
     return path
 
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Return a folder with the text that all runs of a module train on."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_text(folder)
+    return folder
+
 @pytest.fixture(scope="session")
 def gpt2_encoding():
     """Return tiktoken's GPT-2 encoding. Skip the test if it cannot be loaded, and say why."""

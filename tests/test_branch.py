@@ -4,19 +4,12 @@ import json
 import pytest
 import torch
 from conftest import (
-    TINY, Forked, last_checkpoint, load, one_line, read_log, succeed, train, write_text)
+    TINY, Forked, last_checkpoint, load, one_line, read_log, succeed, train)
 
 import train_gpt2 as t
 
 SHAPE = ("n_layer", "n_head", "n_embd")
 WORDS = dict(optimizer="muon", dropout=0.1, keep_every=10, max_steps=20)
-
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Return a folder with the text that all runs train on."""
-    folder = tmp_path_factory.mktemp("branch")
-    write_text(folder)
-    return folder
 
 @pytest.fixture(scope="module")
 def source(place):

@@ -77,13 +77,6 @@ EDITS = {
             'log_metric(run, step, "norm", norm)\n'
             '        log_metric(run, step, "ratio", norm / loss)\n'})}
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Return a folder with the text that all runs train on."""
-    folder = tmp_path_factory.mktemp("edits")
-    write_text(folder)
-    return folder
-
 WORDS = dict(n_layer=2, lr_shape="linear", max_steps=20, eval_every=10, sample_every=20,
              sample_tokens=20)
 

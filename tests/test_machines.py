@@ -15,13 +15,6 @@ from conftest import (
 
 import train_gpt2 as t
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Return a folder with the text that all runs train on."""
-    folder = tmp_path_factory.mktemp("machines")
-    write_text(folder)
-    return folder
-
 WORDS = dict(optimizer="muon", max_steps=20, B=4)
 
 @pytest.fixture(scope="module")

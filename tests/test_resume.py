@@ -34,13 +34,6 @@ import train_gpt2 as t
 start = partial(Forked, optimizer="muon", dropout=0.1)  # Muon's runs also use AdamW
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory):
-    """Return a folder with the text that all runs train on."""
-    folder = tmp_path_factory.mktemp("resume")
-    write_text(folder)
-    return folder
-
-@pytest.fixture(scope="module")
 def reference(place):
     """Return the folder of a run that was never stopped. Tests must not change it."""
     return succeed(start(place / "reference")).log_dir
