@@ -11,9 +11,8 @@ shard. Shard 0 is for validation. You can stop the script at any moment. To
 resume, repeat the command; the shards are the same as without the interruption.
 
 The first half of this file holds the helpers that all three scripts share.
-They are not in train_gpt2.py, because that file runs as __main__. If this file
-imported it, Python would load it a second time, with a second class UserError,
-which `except UserError` in the first does not catch.
+They are not in train_gpt2.py, because that file runs as __main__. A script that
+imported it would load it a second time, with a second class UserError.
 """
 import argparse
 import dataclasses
@@ -52,14 +51,17 @@ class Config:
     local_dir: str = "edu_fineweb10B"          # folder in which the shards are written
     shard_size: int = 100_000_000              # tokens per shard; a token takes 2 or 4 bytes
     max_shards: int = 0                        # total number of shards to make; 0 = no limit
-    threads: int = 0                           # 0 = one per usable CPU core, and at most 16
+    threads: int = 0                           # 0 = one per CPU core, and at most 16
     encoding: str = "gpt2"                     # a tiktoken encoding, or bytes (needs no download)
 
 # -------------------------------------------------------------- helpers that all scripts share
 END_OF_TEXT = "<|endoftext|>"  # the special token at the start of each document
 
-class UserError(Exception):
-    """An error that the user can correct. main() prints its message instead of a traceback."""
+class UserError(SystemExit):
+    """An error that the user can correct. `except Exception` does not catch it.
+
+    If nothing catches it, Python prints its message without a traceback and exits with status 1.
+    """
 
 def summary_of(error):
     """Return the first line of an exception's message, or the name of its class if it is empty."""
@@ -94,7 +96,7 @@ def get_encoding(name, thread_id=None):
         raise UserError(f"encoding={name} cannot be loaded ({summary_of(e)}): choose one of "
                         f"{', '.join(tiktoken.list_encoding_names())}, connect to the internet "
                         f"once, set TIKTOKEN_CACHE_DIR to a folder with the vocabulary, or use "
-                        f"--encoding=bytes.") from None
+                        f"--encoding=bytes.")
 
 def encode(enc, text, special=False):
     """Return the ids of a text in a tiktoken.Encoding as an array, with the dtype of shards.
@@ -137,23 +139,6 @@ def save_tokenizer(enc, folder, context):
     path.write_text(path.read_text().replace(
         f'"{PreTrainedTokenizerFast.__name__}"', '"PreTrainedTokenizerFast"'))
 
-def has_other_ids(source, enc):
-    """Return whether a Hugging Face model has a tokenizer with other ids than a tiktoken.Encoding.
-
-    source: a folder or a name on the hub. For OpenAI's models, whose tokenizer is known, the hub is
-    not asked. Return False if there is no tokenizer, or if it cannot be loaded.
-    """
-    # The text begins with a space, because some tokenizers put one before each text
-    text = " It doesn't see naïve 日本語:\n\n\tfor i in range(1234567):  return x_i;\n"
-    try:
-        from transformers import AutoTokenizer
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, local_files_only=str(source).startswith(("gpt2", "openai-community/")))
-        ids = tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    except Exception:  # errors of the hub, HTTP, tokenizers, ... have no common class
-        return False
-    return ids not in ([], enc.encode_ordinary(text))  # []: transformers made an empty tokenizer
-
 def write_whole(path, write):
     """Write a file so that `path` never holds a half-written file, not even after a power cut.
 
@@ -184,32 +169,29 @@ def lock_folder(name, folder):
         lock.acquire(timeout=0)
     except filelock.Timeout:
         raise UserError(f"Another run uses {folder}/: wait until it has ended, or choose a "
-                        f"different {name}.") from None
+                        f"different {name}.")
     except (NotImplementedError, OSError) as e:
         # Some network disks do not support locks. Old versions of filelock then raise
         # NotImplementedError, which has no errno
         no_locks = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK)
         if isinstance(e, OSError) and e.errno not in no_locks:
             raise UserError(f"{name}={folder} cannot be used ({summary_of(e)}): choose a folder in "
-                            f"which files can be written.") from None
-        show(f"{folder}/ cannot be locked: make sure that no other run uses it.")
+                            f"which files can be written.")
+        print(f"{folder}/ cannot be locked: make sure that no other run uses it.")
     return lock
 
-def show(line):
-    """Print a line above the progress bar. If stdout is closed (`| head -1`), stop printing."""
-    try:
-        tqdm.write(line)
-    except (OSError, AttributeError):  # AttributeError: sys.stdout is None already
-        sys.stdout = None
+def refuse_flag(message):
+    """Raise UserError for a wrong command line. This replaces argparse's parser.error()."""
+    raise UserError(f"{message} (--help lists every flag).")
 
-def parse_flags(cls, doc, presets=None, argv=None):
+def parse_flags(cls, doc, presets=None):
     """Parse the command line; return {name: value} of the flags that were given.
 
     cls: a dataclass. Each field of type int, float, str, bool or Literal is a flag, and --help
-    prints the comment at the end of its line.
+    prints the comment at the end of its line. A text that begins with ~/ becomes a path in the home
+    folder, because shells do not expand ~ in --log_dir=~/log.
     doc: the text that --help prints above the flags.
     presets: {name: {field: value}}. --help prints these values after the default.
-    argv: a list of words to parse instead of the command line, for use in a notebook.
     Raise UserError for an unknown flag or a value of the wrong type.
     """
     parser = argparse.ArgumentParser(description=doc, allow_abbrev=False,
@@ -221,17 +203,16 @@ def parse_flags(cls, doc, presets=None, argv=None):
             f"in {preset} {constants[field.name]!r}"
             for preset, constants in (presets or {}).items() if field.name in constants]
         choices = (True, False) if field.type is bool else get_args(field.type) or None
+        convert = os.path.expanduser if field.type is str else field.type
         # Where there are choices, "true" and "false", in upper or lower case, are converted to bool
         parser.add_argument(
             f"--{field.name}", default=argparse.SUPPRESS, choices=choices,
             help=f"{comments.get(field.name, '')} [{', '.join(values)}]".replace("%", "%%"),
             metavar="|".join(map(str, choices or ["X"])),
             type=(lambda word: {"true": True, "false": False}.get(word.lower(), word))
-            if choices else field.type)
-    def refuse(message):
-        raise UserError(f"{message} (--help lists every flag).")
-    parser.error = refuse
-    return vars(parser.parse_args(argv))
+            if choices else convert)
+    parser.error = refuse_flag
+    return vars(parser.parse_args())
 
 # ----------------------------------------------------------------------------------- documents
 # Find and read the corpus. A row of a parquet file or a line of a jsonl file is a document
@@ -241,19 +222,14 @@ GROUP = 64  # documents that are read and tokenized together
 def find_files(source, remote_name):
     """Return [(path or URL, size in bytes)] of the corpus's files in reading order.
 
-    Files that are hidden or end in none of SUFFIXES are left out. Linked folders are read, but each
-    one only once, in the order of their real paths. Raise UserError if `source` is neither a local
-    folder nor a dataset on the hub.
+    Files that end in none of SUFFIXES, and hidden files and folders, are left out. Linked folders
+    are read. Raise UserError if `source` is neither a local folder nor a dataset on the hub.
     """
     if os.path.isdir(source):
-        files = {}  # {real path of a folder: paths of its files}. Links may lead to it again
-        for folder, subfolders, names in os.walk(source, followlinks=True):
-            folder = os.path.realpath(folder)
-            subfolders[:] = [name for name in subfolders if folder not in files and name[0] != "."]
-            files[folder] = [Path(folder, name) for name in names
-                             if name[0] != "." and name.endswith(SUFFIXES)]
-        return [(str(path), path.stat().st_size)
-                for path in sorted(itertools.chain(*files.values())) if path.is_file()]
+        folder = Path(source).resolve()
+        names = glob.glob("**/*", root_dir=folder, recursive=True)  # none of them is hidden
+        paths = sorted(folder / name for name in names if name.endswith(SUFFIXES))
+        return [(str(path), path.stat().st_size) for path in paths if path.is_file()]
     import datasets
     import fsspec  # datasets depends on it, so it is always installed
     try:
@@ -264,7 +240,7 @@ def find_files(source, remote_name):
     except Exception as e:  # its class depends on the HTTP library
         raise UserError(f"source={source} is not a folder here, and its remote_name={remote_name} "
                         f"cannot be fetched from {datasets.config.HF_ENDPOINT} ({summary_of(e)}): "
-                        f"check the network, the names, and HF_ENDPOINT.") from None
+                        f"check the network, the names, and HF_ENDPOINT.")
 
 def open_stream(url):
     """Return an IterableDataset with the documents of a file, dicts with the key "text".
@@ -312,7 +288,7 @@ def read_groups(urls, start):
         except Exception as e:  # ArrowInvalid, OSError, zlib.error, any network library's error
             raise UserError(f"{urls[number]} cannot be read from document {n_read + 1} on "
                             f"({type(e).__name__}: {' '.join(str(e).split())[:160]}): repair the "
-                            f"file or the network, and repeat the command to resume.") from None
+                            f"file or the network, and repeat the command to resume.")
 
 # ------------------------------------------------------------------------------------- shards
 # Tokenize groups in threads and cut their tokens into shards. manifest.json lists the finished
@@ -421,7 +397,7 @@ def add_shards(cfg, files, shards):
         shards = [*shards, {"name": name, "tokens": len(tokens), "documents": int(
             np.count_nonzero(tokens == enc.eot_token)), "end": end}]
         write_whole(manifest, lambda file: file.write(manifest_of(cfg, files, shards)))
-        show(f"{name}: {len(tokens):,} tokens, {shards[-1]['documents']:,} documents")
+        tqdm.write(f"{name}: {len(tokens):,} tokens, {shards[-1]['documents']:,} documents")
     return shards
 
 def make_shards(cfg):
@@ -433,55 +409,38 @@ def make_shards(cfg):
     if cfg.shard_size < 1025 or cfg.max_shards < 0 or cfg.threads < 0:
         raise UserError(f"shard_size={cfg.shard_size}, max_shards={cfg.max_shards}, threads="
                         f"{cfg.threads}: they must be at least 1025, 0 and 0.")
-    # Not all cores may be available, for example in a container. The thread that reads documents
-    # supplies 26 M tokens/s, and each of the others tokenizes about 2 M tokens/s
-    n_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    cfg = dataclasses.replace(cfg, source=os.path.expanduser(cfg.source),
-                              local_dir=os.path.expanduser(cfg.local_dir),
-                              threads=cfg.threads or min(16, n_cores))
+    # The thread that reads documents supplies 26 M tokens/s, and each of the others tokenizes about
+    # 2 M tokens/s, so more than 16 do not help
+    cfg = dataclasses.replace(cfg, threads=cfg.threads or min(16, os.cpu_count()))
     files = find_files(cfg.source, cfg.remote_name)
     lock = lock_folder("local_dir", cfg.local_dir)  # noqa: F841  lasts until this function returns
     try:
         shards = add_shards(cfg, files, find_finished(cfg, files))
     except OSError as e:
         raise UserError(f"local_dir={cfg.local_dir} cannot be written ({summary_of(e)}): free disk "
-                        f"space or allow writing, and repeat the command to resume.") from None
+                        f"space or allow writing, and repeat the command to resume.")
     tokens = sum(entry["tokens"] for entry in shards)
     if len(shards) < 2:
         raise UserError(f"{cfg.local_dir}/ holds {tokens:,} tokens, at most a validation shard, so "
                         f"there is nothing to train on. Use more text in {', '.join(SUFFIXES)} "
                         f"files, a larger --max_shards, or a smaller --shard_size.")
-    show(f"{cfg.local_dir}/: {sum(entry['documents'] for entry in shards):,} documents, "
-         f"{tokens:,} tokens in {len(shards)} shards\nTo train on them: python train_gpt2.py "
-         f"{shlex.quote(f'--data={cfg.local_dir}')} --encoding={cfg.encoding}")
+    print(f"{cfg.local_dir}/: {sum(entry['documents'] for entry in shards):,} documents, "
+          f"{tokens:,} tokens in {len(shards)} shards\nTo train on them: python train_gpt2.py "
+          f"{shlex.quote(f'--data={cfg.local_dir}')} --encoding={cfg.encoding}")
 
 # -------------------------------------------------------------------------------- command line
-def end_at_once(signal_number, frame):
-    """Handle Ctrl-C: print one line and end the process, whatever it is doing.
-
-    If KeyboardInterrupt were raised while a library holds a lock, the process might hang during
-    clean-up. No clean-up is needed: finished shards are on the disk, the next run replaces a
-    half-written file, and the operating system releases the folder's lock.
-    """
-    os.write(2, b"\nStopped. Repeat the command to resume after the last finished shard.\n")
-    os._exit(128 + signal_number)
-
-def main(argv=None):
-    """Do what the command line, or argv, asks. Return the exit status, None or an error message."""
-    sys.stderr = sys.stderr or open(os.devnull, "w")  # it is None after 2>&-, and tqdm would hang
-    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
-        sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
-    signal.signal(signal.SIGINT, end_at_once)
-    logging.disable(logging.CRITICAL)  # `datasets` logs a line for each attempt to reach the hub
-    # tqdm's default lock is a semaphore, which Python may report as leaked after end_at_once()
+def main():
+    """Make the shards that the command line asks for."""
+    sys.stdout.reconfigure(errors="backslashreplace", line_buffering=True)  # like stderr
+    # Let Ctrl-C end the process at once. If Python raised KeyboardInterrupt while a library holds a
+    # lock, the process might hang during clean-up. No clean-up is needed: finished shards are on
+    # the disk, the next run replaces a half-written file, and the system releases the folder's lock
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    # tqdm's default lock is a semaphore, which macOS would report as leaked after Ctrl-C
     tqdm.set_lock(threading.RLock())
-    try:
-        # --help omits the docstring's last paragraph, which is for readers of the code
-        flags = parse_flags(Config, __doc__.rpartition("\n\n")[0], argv=argv)
-        # The main thread only waits, so that it can handle Ctrl-C during calls to the network
-        ThreadPoolExecutor(1).submit(make_shards, Config(**flags)).result()
-    except UserError as e:
-        return f"fineweb.py: {e}"
+    logging.disable(logging.CRITICAL)  # `datasets` logs a line for each attempt to reach the hub
+    # --help omits the docstring's last paragraph, which is for readers of the code
+    make_shards(Config(**parse_flags(Config, __doc__.rpartition("\n\n")[0])))
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

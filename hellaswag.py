@@ -33,7 +33,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils.rnn import pad_sequence
 from tqdm import tqdm
 
-from fineweb import UserError, get_encoding, has_other_ids, summary_of, write_whole
+from fineweb import UserError, get_encoding, refuse_flag, summary_of, write_whole
 
 DATA = Path(__file__).resolve().parent / "hellaswag" / "hellaswag_val.jsonl"
 TOTAL = 10_042    # questions in the validation split
@@ -56,6 +56,7 @@ class Score(NamedTuple):
     """The result of evaluate()."""
     acc: float        # fraction of questions whose correct ending has the lowest sum of losses
     acc_norm: float   # fraction whose correct ending has the lowest mean loss per token
+    loss: float       # mean over questions of the correct ending's mean loss per token, in nats
     total: int        # number of questions
     n_truncated: int  # number of questions whose context was truncated to fit
 
@@ -80,7 +81,7 @@ def iterate_examples(split="val"):
             raise ValueError(f"{len(examples):,} of {TOTAL:,} questions")
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{DATA} is damaged ({summary_of(e)}): delete it, and it will be "
-                        f"downloaded again.") from None
+                        f"downloaded again.")
     return iter(examples)
 
 def download():
@@ -103,7 +104,7 @@ def download():
     except Exception as e:  # errors of the hub's client, HTTP and pyarrow have no common class
         raise UserError(f"HellaSwag cannot be downloaded from {hub} "
                         f"({summary_of(e.__cause__ or e)}): connect to the internet, name a mirror "
-                        f"in HF_ENDPOINT, or put the questions at {DATA}.") from None
+                        f"in HF_ENDPOINT, or put the questions at {DATA}.")
 
 # ------------------------------------------------------------------------------------ tokens
 # Turn questions into rows of tokens, and rows of similar length into batches
@@ -131,7 +132,7 @@ def join_and_pad(rows):
     return pad_sequence(tokens, batch_first=True), pad_sequence(mask, batch_first=True)
 
 def render_example(example):
-    """Tokenize a question with GPT-2's encoding, for use in a notebook.
+    """Tokenize a question with GPT-2's encoding, to look at it.
 
     Return (data, tokens (4, N), mask (4, N), label). data is a dict with the token ids of the
     context and the endings, and the label. For tokens and mask, see join_and_pad().
@@ -267,10 +268,12 @@ def evaluate(model, examples, progress=False):
     sums = sums.cpu().view(-1, 4)  # (Q, 4)
     if not sums.isfinite().all():
         raise UserError("HellaSwag: some losses are not finite. Check the weights; if the dtype is "
-                        "float16, use bfloat16 or float32.")
+                        "float16, use another one, or train with --hellaswag_every=0.")
     acc = (sums.argmin(1) == prepared.labels).double().mean().item()
-    acc_norm = ((sums / prepared.n_tokens).argmin(1) == prepared.labels).double().mean().item()
-    return Score(acc, acc_norm, len(sums), prepared.n_truncated)
+    means = sums / prepared.n_tokens
+    acc_norm = (means.argmin(1) == prepared.labels).double().mean().item()
+    loss = means.gather(1, prepared.labels[:, None]).mean().item()
+    return Score(acc, acc_norm, loss, len(sums), prepared.n_truncated)
 
 # ------------------------------------------------------------------------------ command line
 # Score a model from the Hugging Face Hub or from an exported folder
@@ -279,6 +282,10 @@ def load_model(name, device):
 
     name: the model's name on the hub, or a folder. Raise UserError if it cannot be loaded.
     """
+    if name.endswith(".pt"):
+        raise UserError(f"-m {name} is a checkpoint: export it with python train_gpt2.py "
+                        f"--init_from={name} --max_steps=0 --log_dir=exported, and the --data, "
+                        f"--encoding and --T of its run. Then use -m exported/hf.")
     try:
         import transformers
         transformers.logging.set_verbosity_error()  # the UserError below is enough
@@ -288,59 +295,49 @@ def load_model(name, device):
         if info["missing_keys"]:
             raise ValueError(f"it lacks {min(info['missing_keys'])}")
         text_to_ids = gpt2_encode
-        if model.config.vocab_size != 50257 or has_other_ids(name, get_encoding("gpt2")):
+        if model.config.vocab_size != 50257:
             text_to_ids = transformers.AutoTokenizer.from_pretrained(
                 name, trust_remote_code=False).encode
             if not text_to_ids("a"):  # transformers makes an empty tokenizer if there is none
                 raise ValueError("it has no tokenizer")
         model.config.use_cache = False  # saves memory: 5 GB of keys and values with GPT-2 XL
         return model.float().to(device).eval(), text_to_ids
-    except UserError:  # GPT-2's vocabulary could not be downloaded
-        raise
     except Exception as e:  # errors of the hub, HTTP, safetensors, ... have no common class
         raise UserError(f"-m {name} cannot be loaded on -d {device} ({summary_of(e)}): give the "
-                        f"name of a model on the hub, such as gpt2, or a folder, such as log/hf."
-                        ) from None
+                        f"name of a model on the hub, such as gpt2, or a folder, such as log/hf.")
 
-def main(argv=None):
-    """Score the model that the command line (or argv) names. On a UserError, exit with its message.
-    """
-    if hasattr(sys.stdout, "reconfigure"):  # not in a notebook
-        sys.stdout.reconfigure(errors="backslashreplace")  # the name may contain any character
+def main():
+    """Score the model that the command line names, and print the result."""
+    sys.stdout.reconfigure(errors="backslashreplace")  # the name may contain any character
     best = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else "cpu"
     parser = argparse.ArgumentParser(description="\n\n".join(__doc__.split("\n\n")[:2]),
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("-m", "--model", default="gpt2", type=os.path.expanduser,
-                        help="name of a model on the Hugging Face hub, or a folder with a model "
-                             "(default: gpt2)")
+                        help="a model on the Hugging Face hub, or a folder (default: gpt2)")
     parser.add_argument("-d", "--device", default=best,
                         help=f"device, for example cuda, cuda:1, mps or cpu (default: {best})")
     parser.add_argument("--limit", type=int, default=TOTAL, metavar="N",
                         help="score only the first N questions (default: all)")
-    parser.error = lambda message: sys.exit(f"hellaswag.py: {message}; --help lists the options.")
-    args = parser.parse_args(argv)
+    parser.error = refuse_flag
+    args = parser.parse_args()
     if args.limit < 1:
-        parser.error(f"--limit={args.limit} is not a whole number of at least 1")
+        raise UserError(f"--limit={args.limit}: it must be at least 1.")
     # Like the published scores, these scores are computed in float32, but with TF32 on GPUs that
     # have it. TF32 is faster, and rounds only the inputs of matrix multiplications. bfloat16 would
     # also round the logits: GPT-2's logits are near -35, where adjacent bfloat16 numbers differ
     # by 1/4. train_gpt2.py scores in the dtype of training, which is less precise
     torch.set_float32_matmul_precision("high")
-    try:
-        examples = list(iterate_examples("val"))[:args.limit]
-        model, text_to_ids = load_model(args.model, args.device)
-        # (After 2>&-, there is no stderr)
-        result = evaluate(model, prepare(examples, model, text_to_ids),
-                          progress=sys.stderr is not None)
-    except UserError as e:
-        sys.exit(f"hellaswag.py: {e}")
+    examples = list(iterate_examples("val"))[:args.limit]
+    model, text_to_ids = load_model(args.model, args.device)
+    result = evaluate(model, prepare(examples, model, text_to_ids), progress=True)
     print(f"{args.model} on {model.device} in float32: {result.total:,} questions "
           f"({result.n_truncated:,} of them with a truncated context)")
     for name, accuracy, criterion in (("acc", result.acc, "lowest sum of losses"),
                                       ("acc_norm", result.acc_norm, "lowest mean loss per token")):
         standard_error = (accuracy * (1 - accuracy) / result.total) ** 0.5
         print(f"{name:<8} {accuracy:.4f} +- {standard_error:.4f}   ({criterion})")
-    print("To compare (acc / acc_norm): GPT-2 (124M) 0.2859 / 0.2955, GPT-2 XL 0.3842 / 0.4893, "
+    print(f"loss     {result.loss:.4f}   (mean per token of the correct ending, in nats)\n"
+          "To compare (acc / acc_norm): GPT-2 (124M) 0.2859 / 0.2955, GPT-2 XL 0.3842 / 0.4893, "
           "GPT-3 (125M) - / 0.337")
 
 if __name__ == "__main__":

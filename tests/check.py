@@ -3,33 +3,30 @@
     python tests/check.py                      # with the quick start's settings, in float32
     python tests/check.py --optimizer=adamw    # with flags of the script
 
-Ten short runs are made, two at a time, and the files that they leave behind are compared. Each
-check prints one line. Exit status 1: at least one check is broken; 2: none is broken, but at least
-one could not be made. Facts about this version and the committed one follow, without a judgement.
+Nine short runs are made, two at a time, and what they leave behind is compared. Each check prints
+one line. Exit status 1: at least one check is broken; 2: none is broken, but at least one could not
+be made. Facts about this version and the committed one follow, without a judgement.
 """
 import argparse
 import contextlib
 import dataclasses
-import functools
 import json
 import math
 import os
-import re
 import resource
 import shutil
 import signal
-import statistics
+import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import traceback
 import zlib
-from collections import Counter
+from collections import Counter, namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from statistics import median
 
 import torch
 from torch.nn import functional as F
@@ -46,75 +43,71 @@ CHECKS = {  # what each check promises
     "causal": "logits depend on all earlier tokens and on no later one",
     "loss": "the loss in eval mode is the cross-entropy of the logits",
     "trains": "each trainable parameter is in one optimizer and has changed"}
-METRICS = ("train", "norm", "val")
 NUDGE = 1e-6      # weights of the run that measures rounding are changed by this
-FACTORS = {"train": 5, "val": 5, "norm": 100}  # see rounding()
+FACTORS = {"train": 5, "val": 5, "norm": 100}  # {metric that is compared: see rounding()}
 PRECISION = 2e-6  # of the values in log.txt
 
-def parse_flags():
-    """Return the script's flags, as a list, and the number of steps."""
-    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
-    parser.add_argument("--max_steps", type=int, default=20)
-    known, flags = parser.parse_known_args()
-    defaults = dict(data=ROOT / "input.txt", dtype="float32", warmup_steps=2, sample_every=0,
-                    hellaswag_every=0, eval_every=max(1, known.max_steps // 2), val_tokens=8192,
-                    print_every=0)
-    defaults = [f"--{name}={value}" for name, value in defaults.items()]
-    return [*defaults, *flags, f"--max_steps={known.max_steps}"], known.max_steps
-
-# ---- in the process of a run
+# ---- In the process of a run
 def child(job):
     """Do what `python train_gpt2.py` does, with the additions that `job` asks for.
 
-    Each process writes what it has found to rank_N.json in the folder of the run.
+    Write a report to report_N.json or, if the run fails, its error to error_N.txt.
+    scripts: the folder of train_gpt2.py. flags: its command line. folder: that of the reports.
+    kill_at: the step at which rank 0 kills itself. nudge: how much to change the initial weights.
+    look: whether not to train. inspect: whether to check the trained model.
     """
-    if "RANK" in os.environ:
-        threading.Thread(target=end_with, args=(os.getppid(),), daemon=True).start()
-    sys.path.insert(0, job["scripts"])
-    import train_gpt2 as t
-    t.export = t.plot_curves = lambda *_: None  # they would take seconds
-    train, train_step, seconds, rates = t.train, t.train_step, [], []
-
-    def step_or_die(run):
-        if run.step == job["kill_at"]:
+    def timed_step(run):
+        if run.step == job.get("kill_at") and t.RANK == 0:
             if run.last_save:
                 run.last_save.result()  # only steps after a checkpoint are lost
             os.kill(os.getpid(), signal.SIGKILL)
         start = time.perf_counter()
         result = train_step(run)
         seconds.append(time.perf_counter() - start)
-        rates.append(run.optimizers[0].param_groups[0]["lr"])
         return result
 
     def watched(run):
-        if job["nudge"]:
+        if "nudge" in job:
             nudge_weights(run.model, job["nudge"])
         first = checksums(run.model)
-        if not job["look"]:
+        if "look" not in job:
             train(run)
-        report = {"first": first, "last": checksums(run.model), "seconds": seconds, "lr": rates,
-                  "cfg": dataclasses.asdict(run.cfg), **machine_of(run)}
-        if job["inspect"] and t.RANK == 0:
-            report |= inspect(run, first)
-        Path(job["folder"], f"rank_{t.RANK}.json").write_text(json.dumps(report))
-    t.train, t.train_step, sys.argv = watched, step_or_die, ["train_gpt2.py", *job["flags"]]
-    t.main()
+        report = dict(machine_of(run), first=first, last=checksums(run.model), seconds=seconds,
+                      cfg=dataclasses.asdict(run.cfg), parameters=sum(
+                          p.numel() for p in run.model.parameters()))
+        if "inspect" in job:
+            report |= inspect(t, run, first)
+        Path(job["folder"], f"report_{t.RANK}.json").write_text(json.dumps(report))
+    try:
+        sys.path.insert(0, job["scripts"])
+        import train_gpt2 as t
+        train, train_step, seconds = t.train, t.train_step, []
+        # They would take seconds. And if the last step is not saved, finish() would end the run
+        t.finish = t.plot_curves = lambda *_: None
+        t.train, t.train_step, sys.argv = watched, timed_step, ["train_gpt2.py", *job["flags"]]
+        t.main()
+    except BaseException as e:  # a UserError is a SystemExit
+        Path(job["folder"], f"error_{os.environ.get('RANK', 0)}.txt").write_text(describe(e))
+        raise
+
+def describe(error):
+    """Return an error in one line, with the last line of train_gpt2.py that led to it."""
+    if isinstance(error, SystemExit):
+        return str(error).rstrip(".")
+    text = f"{type(error).__name__}: {error}".splitlines()[0]
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename.endswith("train_gpt2.py"):
+            return f"train_gpt2.py, line {frame.lineno}: {frame.line} ({text})"
+    return text
 
 def machine_of(run):
-    """Return the type of the device, a text for each GPU, and the peak memory of this process."""
-    gpus = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    gpus = gpus if run.device.type == "cuda" else []
-    return {"device": run.device.type,
-            "gpus": [f"{gpu.name} ({gpu.total_memory / 2**30:.0f} GiB, compute capability "
-                     f"{gpu.major}.{gpu.minor})" for gpu in gpus],
-            "peak": torch.cuda.max_memory_allocated() if gpus else
-            1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}
-
-def end_with(parent):
-    """End this process when its parent ends. torchrun's processes would survive a SIGKILL to it."""
-    while os.getppid() == parent:
-        time.sleep(0.1)
-    os._exit(1)
+    """Return the type of the device, the names of the GPUs, and this process's peak memory."""
+    if run.device.type != "cuda":
+        peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return {"device": run.device.type, "gpus": [], "peak": peak}
+    gpus = [run.device] if ":" in run.cfg.device else range(torch.cuda.device_count())
+    return {"device": "cuda", "gpus": [torch.cuda.get_device_name(gpu) for gpu in gpus],
+            "peak": torch.cuda.max_memory_allocated()}
 
 @torch.no_grad()
 def nudge_weights(model, size):
@@ -124,31 +117,41 @@ def nudge_weights(model, size):
         p.mul_(1 + size * torch.randn(p.shape, generator=generator).to(p.device))
 
 def checksums(model):
-    """Return {name of a parameter: [number of elements, checksum of their values]}."""
-    return {name: [p.numel(), zlib.crc32(p.detach().flatten().cpu().view(torch.uint8).numpy())]
+    """Return {name of a parameter: checksum of its values}."""
+    return {name: zlib.crc32(p.detach().flatten().cpu().view(torch.uint8).numpy())
             for name, p in model.named_parameters()}
 
-def inspect(run, first):
+def inspect(t, run, first):
     """Return {name of a check: problem, or "" if there is none, or {"error": ...}}."""
     x, y = run.val_loader.batch(0, min(run.cfg.B, 4), run.device)
-    checks = {"samples": lambda: problem_with_samples(run.model, x),
+    checks = {"saved": lambda: problem_with_checkpoint(t, run),
+              "samples": lambda: problem_with_samples(run.model, x),
               "causal": lambda: problem_with_logits(run.model, x),
               "loss": lambda: problem_with_loss(run.model, x, y),
               "trains": lambda: problem_with_parameters(run, first)}
-    report = {}
+    found = {}
     for name, check in checks.items():
         try:
             with torch.no_grad(), torch.compiler.set_stance("force_eager"):
-                report[name] = check()
-        except Exception:
-            report[name] = {"error": line_of_script(traceback.format_exc())}
-    return report
+                found[name] = check()
+        except (Exception, SystemExit) as e:
+            found[name] = {"error": describe(e)}
+    return found
+
+def problem_with_checkpoint(t, run):
+    """Compare the validation losses of the trained model and of the one in its checkpoint."""
+    run.last_save.result()
+    loaded = t.GPT.from_pretrained(t.newest_checkpoint(run.cfg.log_dir)).to(run.device)
+    trained, again = (t.validation_loss(dataclasses.replace(run, model=model))
+                      for model in (run.model, loaded))
+    return "" if math.isclose(trained, again, rel_tol=PRECISION) else (
+        f"val is {trained:.7g} after the last step, and {again:.7g} when it is loaded")
 
 def problem_with_samples(model, x):
     """Compare generate() with a plain loop, for a prompt in the context and a longer one."""
     size = model.config.block_size
-    for prompt in (x[:1, :5], x.flatten()[None, :size + 3] if x.numel() > size + 3 else
-                   x[:1].repeat(1, size // x.size(1) + 2)):
+    longer = x.flatten().repeat(size // x.numel() + 2)[None, :size + 3]
+    for prompt in (x[:1, :5], longer):
         expected = prompt
         for _ in range(8):
             logits = model(expected[:, -size:])[0][:, -1]
@@ -173,8 +176,7 @@ def problem_with_logits(model, x):
         for k in (1, n // 2, n - 1):
             later = x.clone()
             later[:, k:] = x[:, k:].flip(1) ^ 1
-            a, b = logits(x)[:, :k], logits(later)[:, :k]
-            if not torch.allclose(a, b, rtol=1e-4, atol=1e-5):
+            if not torch.allclose(logits(x)[:, :k], logits(later)[:, :k], rtol=1e-4, atol=1e-5):
                 return f"in {mode} mode, tokens from position {k} on change earlier logits"
         first = x.clone()
         first[:, 0] ^= 1
@@ -186,8 +188,7 @@ def problem_with_loss(model, x, y):
     """Compare the loss with the cross-entropy of the logits."""
     logits, loss = model(x, y)
     expected = F.cross_entropy(logits.flatten(0, 1).float(), y.flatten())
-    _, without_logits = model(x, y, return_logits=False)
-    for value in (loss, without_logits):
+    for value in (loss, model(x, y, return_logits=False)[1]):
         if not torch.isclose(value.float(), expected, rtol=1e-5, atol=1e-5):
             return f"the loss is {value:.6f}, the cross-entropy {expected:.6f}"
     return ""
@@ -204,157 +205,118 @@ def problem_with_parameters(run, first):
             return f"{name} has not changed"
     return ""
 
-# ---- the runs
-def line_of_script(text):
-    """Return the error of a traceback, with the last line of train_gpt2.py that is in it."""
-    text = re.sub(r"^\[rank\d+\]: ?", "", text.strip(), flags=re.M)  # torchrun's prefix
-    if message := re.search(r"^train_gpt2\.py: (.+?)\.?$", text, re.M):
-        return message[1]
-    lines = text.splitlines() or ["no message"]
-    places = [i for i, line in enumerate(lines) if re.search(r'train_gpt2\.py", line \d+', line)]
-    if not places:
-        return lines[-1]
-    number = re.search(r"line (\d+)", lines[places[-1]])[1]
-    error = next((line for line in lines[places[-1] + 2:] if line[:1].isalpha()), lines[-1])
-    return f"train_gpt2.py, line {number}: {lines[places[-1] + 1].strip()} ({error})"
-
+# ---- The runs. preflight.py uses them, too
 class Failed(Exception):
     """A run that a check needs has failed."""
 
-class Result(NamedTuple):
-    """What a run has left behind."""
-    log: dict    # {(step, metric): value}
-    ranks: list  # what each process has written
-
-    report = property(lambda self: self.ranks[0])
+# log: {(step, metric): value}. reports: what the child() of each process has written
+Result = namedtuple("Result", "log reports")
 
 class Runs:
-    """Makes runs in a folder, with the same flags, and ends those that hang."""
+    """Makes runs of train_gpt2.py with the same flags, and ends those that hang.
+
+    A run has a folder in `folder`, which is deleted when its Result has been read.
+    """
     def __init__(self, folder, flags, env):
-        self.folder, self.flags = folder, flags
-        # torchrun leaves folders behind if it is killed, but tiktoken's cache should be kept
-        self.env = {"TIKTOKEN_CACHE_DIR": f"{tempfile.gettempdir()}/data-gym-cache"} | env | {
-            "TMPDIR": str(folder), "WANDB_MODE": "disabled"}
-        self.processes, self.timeout = set(), 600
-        self.executor = ThreadPoolExecutor(max_workers=2)
-        self.show = lambda folder: None  # called twice per second, with the folder of the run
+        self.folder, self.flags, self.env = Path(folder), flags, env
+        self.timeout = 600  # in seconds
 
-    def run(self, name, *flags, processes=1, scripts=None, folder=None, **job):
-        """Make a run, wait for it, and return its Result. Raise Failed if it fails."""
-        folder = self.folder / (folder or name)
-        job = dict(kill_at=None, nudge=0, inspect=False, look=False) | job | dict(
-            scripts=str(scripts or ROOT), folder=str(folder),
-            flags=[*self.flags, *flags, f"--log_dir={folder}"])
-        command = [sys.executable, __file__, "--child", json.dumps(job)]
-        if processes > 1:
-            command[1:1] = ["-m", "torch.distributed.run", "--standalone",
-                            f"--nproc_per_node={processes}"]
-        process = subprocess.Popen(command, env=self.env, stdout=subprocess.DEVNULL, text=True,
-                                   stderr=subprocess.PIPE, start_new_session=True)
-        self.processes.add(process)
-        err, killed = self.wait(process, folder), job["kill_at"] is not None
-        # If a process is killed, torchrun ends the others and exits with status 1
-        if process.returncode not in ((-signal.SIGKILL, 1) if killed else (0,)):
-            raise Failed(line_of_script(err))
-        return self.read(folder)
+    def several(self, n, *flags):
+        """Make a run with n processes."""
+        if n == 1:
+            raise Failed("there is one GPU")
+        return self.run("several", *flags, processes=n)
 
-    def wait(self, process, folder):
-        """Wait until a process ends, and return its stderr. Raise Failed if it takes too long."""
-        end = time.monotonic() + self.timeout
+    def resumed(self, kill_at, n=1):
+        """Kill a run with -9 in this step, and resume it. Return the Results of both parts."""
+        killed = self.run("killed", processes=n, kill_at=kill_at)
+        again = self.run("resumed", processes=n, log_dir="killed")
+        if len(again.reports[0]["seconds"]) > kill_at:
+            raise Failed("the killed run did not go on at its checkpoint")
+        return killed, again
+
+    def run(self, name, *flags, processes=1, scripts=None, log_dir=None, **job):
+        """Make a run, wait for it, and return its Result. Raise Failed if it fails.
+
+        log_dir: the name of the run that is resumed. job: see child().
+        """
+        folder, log_dir = self.folder / name, self.folder / (log_dir or name)
+        folder.mkdir()
+        job |= dict(scripts=str(scripts or ROOT), folder=str(folder),
+                    flags=[*self.flags, *flags, f"--log_dir={log_dir}"])
+        started = []
         try:
-            while time.monotonic() < end:
-                try:
-                    return process.communicate(timeout=0.5)[1]
-                except subprocess.TimeoutExpired:
-                    self.show(folder)
-            raise Failed(f"it was ended after {self.timeout:.0f} s")
+            self.start(started, processes, job)
+            self.wait(started, job)
+            reports = sorted(folder.glob("report_*.json"))
+            return Result(read_log(log_dir), [json.loads(path.read_text()) for path in reports])
         finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.communicate(timeout=10)  # until all of its processes have ended
+            for process in started:
+                process.kill()
+                process.wait()
+            if "kill_at" not in job:
+                shutil.rmtree(folder)
+                shutil.rmtree(log_dir, ignore_errors=True)
 
-    def read(self, folder):
-        log = {}
-        for line in (folder / "log.txt").read_text().splitlines():
-            step, metric, value = line.split()
-            if metric in METRICS:
-                log[int(step), metric] = float(value)
-        return Result(log, [json.loads(path.read_text())
-                            for path in sorted(folder.glob("rank_*.json"))])
+    def start(self, started, n, job):
+        """Start n processes, with the variables that torchrun sets, and add them to `started`."""
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = str(server.getsockname()[1])
+        # train_gpt2.py sets GOMP_SPINCOUNT, too, but too late: this file has imported torch before
+        env = {"GOMP_SPINCOUNT": "10000", **self.env, "WANDB_MODE": "disabled",
+               "WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for rank in map(str, range(n)):
+            if n > 1:
+                env |= {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1"}
+            started.append(subprocess.Popen(
+                [sys.executable, __file__, "--child", json.dumps(job)], env=env,
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True))
 
-    def close(self):
-        self.timeout = 0  # also for runs that another thread is about to start
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-        self.executor.shutdown(cancel_futures=True)
+    def wait(self, started, job):
+        """Wait until all processes have ended, or one has failed. Raise Failed if one has failed.
+
+        If rank 0 is to kill itself, the others may fail, or wait for it.
+        """
+        start, statuses = time.monotonic(), [None]
+        while None in statuses and not any(statuses):
+            if time.monotonic() - start > self.timeout:
+                raise Failed(f"it was ended after {self.timeout:.0f} s")
+            time.sleep(0.05)
+            statuses = [process.poll() for process in started]
+        if any(statuses) and ("kill_at" not in job or started[0].poll() != -signal.SIGKILL):
+            # The first error may have caused the other ones
+            errors = sorted(Path(job["folder"]).glob("error_*.txt"), key=os.path.getmtime)
+            raise Failed(errors[0].read_text() if errors else f"exit statuses {statuses}")
+
+def read_log(folder):
+    """Return {(step, metric): value} of a run's log.txt."""
+    lines = map(str.split, (folder / "log.txt").read_text().splitlines())
+    return {(int(step), metric): float(value) for step, metric, value in lines
+            if metric in FACTORS}
 
 @contextlib.contextmanager
 def temporary(flags, env):
-    """Provide Runs in a temporary folder. At the end, also after a signal, delete everything."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    runs = Runs(Path(tempfile.mkdtemp()), flags, env)
-    try:
-        yield runs
-    except KeyboardInterrupt:
-        sys.exit(130)
-    finally:
-        runs.close()
-        shutil.rmtree(runs.folder, ignore_errors=True)
+    """Provide Runs in a temporary folder, which is deleted at the end, also after a signal."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
+    with tempfile.TemporaryDirectory() as folder:
+        yield Runs(folder, flags, env)
 
-def start_all(runs, base, steps):
-    """Start the runs that are compared with `base`. Return {name: function that returns it}."""
-    cfg = base.report["cfg"]
-    half, plain = f"--B={max(1, cfg['B'] // 2)}", "--dropout=0"  # dropout masks depend on B
+# ---- Comparing runs
+def difference(a, b, allowed=None):
+    """Return how the Result b differs from a, or "".
 
-    def resumed():
-        runs.run("killed", kill_at=steps * 3 // 4)
-        return runs.run("resumed", folder="killed")
-
-    def reloaded():  # a complete run is evaluated again
-        shutil.copytree(runs.folder / "base", runs.folder / "reloaded")
-        (runs.folder / "reloaded" / "log.txt").unlink()
-        return runs.run("reloaded")
-    jobs = {
-        "again": lambda: runs.run("again"),
-        "evaluated": lambda: runs.run("evaluated", "--eval_every=1", "--sample_every=2",
-                                      "--sample_tokens=4"),
-        "resumed": resumed,
-        "plain": lambda: runs.run("plain", plain) if cfg["dropout"] else base,
-        "nudged": lambda: runs.run("nudged", plain, nudge=NUDGE),
-        "half": lambda: runs.run("half", plain, half),
-        "several": lambda: runs.run("several", plain, half, processes=most_processes(base)),
-        "reloaded": reloaded,
-        "before": lambda: runs.run("before", scripts=committed(runs.folder))}
-    return {name: runs.executor.submit(job).result for name, job in jobs.items()}
-
-def most_processes(base):
-    """Return how many processes can share a step here: on a CPU 2, otherwise all GPUs, if the
-    rows can be divided among them.
+    allowed: {(step, metric): how far the logs may be apart}. Without it, they must be equal, and so
+    must the last weights. With it, only the weights of b's processes must be equal.
     """
-    cfg, available = base.report["cfg"], len(base.report["gpus"]) or 2
-    rows = cfg["total_batch_size"] // cfg["T"]
-    return max(n for n in range(1, available + 1) if rows % n == 0)
-
-def committed(folder):
-    """Return a folder with the scripts of the last commit."""
-    archive = folder / "commit.tar"
-    if subprocess.run(["git", "archive", "-o", archive, "HEAD"], cwd=ROOT,
-                      capture_output=True).returncode:
-        raise Failed("no commit is here")
-    shutil.unpack_archive(archive, folder / "commit", filter="data")
-    return folder / "commit"
-
-# ---- the checks
-def difference(a, b, allowed=None, metrics=METRICS):
-    """Return where two logs differ, or "". allowed: {(step, metric): by how much they may}."""
-    a, b = ({key: log[key] for key in log if key[1] in metrics} for log in (a, b))
-    for key in sorted(a.keys() | b.keys()):
-        if key not in a or key not in b:
-            return f"only one run has {key[1]} of step {key[0]}"
-        if not abs(a[key] - b[key]) <= (allowed[key] if allowed else 0):  # also true for NaN
-            return f"{key[1]} of step {key[0]} is {a[key]:.7g} and {b[key]:.7g}"
+    for key, value in sorted(a.log.items()):
+        other = b.log.get(key, math.nan)
+        if not abs(value - other) <= (allowed[key] if allowed else 0):  # also true for NaN
+            return f"{key[1]} of step {key[0]} is {value:.7g} and {other:.7g}"
+    reports = b.reports if allowed else a.reports + b.reports
+    for name, checksum in reports[0]["last"].items():
+        if any(report["last"].get(name) != checksum for report in reports):
+            return f"the last weights {name} differ"
     return ""
 
 def rounding(plain, nudged):
@@ -375,84 +337,90 @@ def rounding(plain, nudged):
                 allowed[key] = math.inf
     return allowed
 
-def limits(allowed, last):
+def limits(allowed):
     """Return a text with the differences that are allowed in the first and in the last step."""
+    last = max(step for step, metric in allowed if metric == "train")
     return f"{allowed[0, 'train']:.0e} in step 0, {allowed[last, 'train']:.0e} in step {last}"
 
-def difference_of_weights(a, b):
-    """Return which of the last weights differ between two reports, or ""."""
-    different = [name for name in a["last"] if a["last"][name] != b["last"].get(name)]
-    return f"the weights {different[0]} differ" if different else ""
+# ---- The checks
+def start_all(runs, base, steps, executor):
+    """Start the runs that are compared with `base`. Return {name: function that returns it}.
 
-def problem(name, get, base, allowed):
+    "allowed" returns what rounding() allows without dropout, whose masks depend on B.
+    """
+    cfg, plain = base.reports[0]["cfg"], "--dropout=0"
+    half = f"--B={max(1, cfg['B'] // 2)}"
+    jobs = {
+        "same": lambda: runs.run("same"),
+        "committed": lambda: runs.run("committed", scripts=committed(runs.folder)),
+        "evaluation": lambda: runs.run("evaluation", "--eval_every=1", "--sample_every=2",
+                                       "--sample_tokens=4"),
+        "resume": lambda: runs.resumed(kill_at=steps * 3 // 4)[1],
+        "plain": lambda: runs.run("plain", plain) if cfg["dropout"] else base,
+        "nudged": lambda: runs.run("nudged", plain, nudge=NUDGE),
+        "B": lambda: runs.run("B", plain, half),
+        "processes": lambda: runs.several(len(base.reports[0]["gpus"]) or 2, plain, half)}
+    get = {name: executor.submit(job).result for name, job in jobs.items()}
+    return get | {"allowed": lambda: rounding(get["plain"]().log, get["nudged"]().log)}
+
+def committed(folder):
+    """Return a folder with the scripts of the last commit."""
+    command = ["git", "clone", "-q", ROOT, folder / "commit"]
+    if subprocess.run(command, capture_output=True).returncode:
+        raise Failed("no commit is here")
+    return folder / "commit"
+
+def problem(name, base, get):
     """Return why a check is broken, or "". Raise Failed if it cannot be made."""
-    if name in ("same", "resume"):
-        other = get["again" if name == "same" else "resumed"]()
-        return difference(base.log, other.log) or difference_of_weights(base.report, other.report)
-    if name == "evaluation":
-        return difference(base.log, get["evaluated"]().log, metrics=["train"])
-    if name == "B":
-        return difference(get["plain"]().log, get["half"]().log, allowed())
-    if name == "processes":
-        if most_processes(base) == 1:
-            raise Failed("it needs two GPUs")
-        log, ranks = get["several"]()
-        return (difference(get["plain"]().log, log, allowed())
-                or difference_of_weights(ranks[0], ranks[-1]))
-    if name == "saved":
-        step, val = max((step, val) for (step, name), val in base.log.items() if name == "val")
-        again = get["reloaded"]().log[step, "val"]
-        return "" if abs(val - again) <= PRECISION * abs(val) else (
-            f"val is {val:.7g} after step {step}, and {again:.7g} when it is loaded")
-    found = base.report[name]
+    if name in ("same", "evaluation", "resume"):
+        return difference(base, get[name]())
+    if name in ("B", "processes"):
+        return difference(get["plain"](), get[name](), get["allowed"]())
+    found = base.reports[0][name]
     if isinstance(found, dict):
         raise Failed(found["error"])
     return found
 
-def print_checks(get, base, last):
-    """Print a line for each check. Return the exit status. last: the last step."""
-    @functools.cache
-    def allowed():
-        return rounding(get["plain"]().log, get["nudged"]().log)
-    status = 0
+def print_checks(base, get):
+    """Print a line for each check. Return the exit status."""
+    verdicts = []
     for name, promise in CHECKS.items():
         try:
             if "{" in promise:
-                promise = promise.format(limits(allowed(), last))
-            found = problem(name, get, base, allowed)
-            verdict = f"BROKEN ({found})" if found else "holds"
-            status = 1 if found else status
+                promise = promise.format(limits(get["allowed"]()))
+            found, verdict = problem(name, base, get), "BROKEN"
         except Failed as e:
-            verdict, status = f"not checked ({e})", status or 2
-        print(f"{name:10} {promise}: {verdict}", flush=True)
-    return status
+            found, verdict = e, "BROKEN" if name == "resume" else "not checked"
+        verdicts.append(verdict if found else "holds")
+        detail = f" ({found})" if found else ""
+        print(f"{name:10} {promise}: {verdicts[-1]}{detail}", flush=True)
+    return 1 if "BROKEN" in verdicts else 2 if "not checked" in verdicts else 0
 
-def facts_of(result, other, last):
-    """Return {fact: value} for a run. last: its last step."""
-    log, report, begin = result.log, result.report, other.report["first"]
-    return {
-        "parameters": sum(size for size, _ in report["first"].values()),
-        "weights that begin differently": sum(
-            begin.get(name) != value for name, value in report["first"].items()),
-        f"learning rate, steps 0, {last // 2}, {last}": " ".join(
-            f"{report['lr'][step]:.3g}" for step in (0, last // 2, last)),
-        f"train, steps 0 and {last}": f"{log[0, 'train']:.4f} {log[last, 'train']:.4f}",
-        "val, last": f"{log[last + 1, 'val']:.4f}",
-        "ms per step": f"{1e3 * statistics.median(report['seconds']):.0f}"}
-
-def print_facts(base, before, last):
-    """Print facts about the committed version and this one side by side."""
-    then, now = facts_of(before, base, last), facts_of(base, before, last)
-    for name, *values in ("\n", "committed", "here"), *zip(now, then.values(), now.values()):
-        print(f"{name:32} {values[0]!s:>24} {values[1]!s:>24}")
-    if not difference(base.log, before.log):
-        print("\nAll losses equal those of the committed version: these runs used no edit.")
+def print_facts(before, now, last):
+    """Print facts about the committed version and this one side by side. last: the last step."""
+    logs, reports = zip(*((run.log, run.reports[0]) for run in (before, now)))
+    weights = [report["first"].items() for report in reports]
+    facts = {
+        "parameters": [report["parameters"] for report in reports],
+        "initial weights that differ": [len(own - (weights[0] & weights[1])) for own in weights],
+        "train, first": [log[0, "train"] for log in logs],
+        "train, last": [log[last, "train"] for log in logs],
+        "val, last": [log[last + 1, "val"] for log in logs],
+        "ms per step": [round(1e3 * median(report["seconds"])) for report in reports]}
+    print(f"\n{'':28} {'committed':>12} {'here':>12}")
+    for name, values in facts.items():
+        print(f"{name:28} {values[0]:12,} {values[1]:12,}")
 
 def main():
     if sys.argv[1:2] == ["--child"]:
-        child(json.loads(sys.argv[2]))
-        return 0
-    flags, steps = parse_flags()
+        return child(json.loads(sys.argv[2]))
+    parser = argparse.ArgumentParser(usage=__doc__, allow_abbrev=False)
+    parser.add_argument("--max_steps", type=int, default=20)
+    known, flags = parser.parse_known_args()
+    flags = [f"--data={ROOT / 'input.txt'}", "--dtype=float32", "--warmup_steps=2",
+             "--sample_every=0", "--hellaswag_every=0", "--val_tokens=8192", "--print_every=0",
+             *flags, f"--max_steps={known.max_steps}", f"--eval_every={(known.max_steps + 1) // 2}"]
+    executor = ThreadPoolExecutor(max_workers=2)
     with temporary(flags, os.environ | {"OMP_NUM_THREADS": "1"}) as runs:
         start = time.perf_counter()
         try:
@@ -460,15 +428,18 @@ def main():
         except Failed as e:
             return f"check.py: the script does not train: {e}"
         seconds = time.perf_counter() - start
+        print(f"The checks will take about {6 * seconds:.0f} s\n", flush=True)
         runs.timeout = 60 + 10 * seconds
-        print(f"One run takes {seconds:.0f} s, so this takes about {6 * seconds:.0f} s\n",
-              flush=True)
-        get = start_all(runs, base, steps)
-        status = print_checks(get, base, steps - 1)
         try:
-            print_facts(base, get["before"](), steps - 1)
+            get = start_all(runs, base, known.max_steps, executor)
+            status = print_checks(base, get)
+            # These two runs were made at the same time, so their times are comparable
+            print_facts(get["committed"](), get["same"](), known.max_steps - 1)
         except Failed as e:
             print(f"\nThere are no facts about the committed version: {e}")
+        finally:
+            runs.timeout = 0  # ends the runs in other threads
+            executor.shutdown(cancel_futures=True)
         return status
 
 if __name__ == "__main__":

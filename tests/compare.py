@@ -3,17 +3,14 @@
     python tests/compare.py "log_*"                 # the baseline is the row of the first folder
     python tests/compare.py "log_plain_*" "log_*"   # the baseline is the first log_plain_* row
 
-config.json, log.txt and the copies of train_gpt2.py in each folder are read, and nothing else.
-
-Runs that differ only in their seed form one row. A run that has not finished is left out, and a
-line says so. A second table shows how differences from the baseline change during training.
-
-A row is ahead of the baseline or behind it if the 95 % interval of their difference, which is that
-of Student's t-test, excludes 0. Otherwise it is within the noise, the standard deviation of the last
-validation loss over seeds, pooled over these two rows only: another row, one of whose runs has
-failed to learn, does not change a verdict. A row gets no verdict if neither of the two rows has two
-seeds, or if they have another encoding, other val_tokens, or neither as many steps nor as many
-tokens.
+Runs that differ only in their seed form one row. A row is within the noise if the 95 % interval of
+its difference from the baseline, which is that of Student's t-test, contains 0. The noise is the
+standard deviation of the last validation loss over seeds, pooled over these two rows only: another
+row, one of whose runs has failed to learn, does not change it. Otherwise, the row is ahead or
+behind, unless chance alone gives such a difference to one of so many rows: then it is unclear. A
+row gets no verdict if neither of the two rows has two seeds, or if they were validated on another
+amount of text, or trained neither for as many steps nor on as many tokens. If encodings differ, all
+losses are in bits per byte.
 
 In the folders of experiment.py, versions and the factors of their learning rates are those in the
 folders' names. In other folders, the factor is max_lr divided by that of the baseline.
@@ -21,6 +18,7 @@ folders' names. In other folders, the factor is max_lr divided by that of the ba
 import ast
 import glob
 import json
+import math
 import re
 import sys
 from dataclasses import dataclass, field
@@ -31,15 +29,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import train_gpt2 as t  # noqa: E402
 
-# Critical values of Student's t for 1, 2, ..., 10 degrees of freedom. With more degrees of freedom
-# the value falls slowly to 1.96, so 2.23 is a safe choice there
-T_95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
 CONSTANTS = {"Config", "SMALL", "FINETUNE"}  # in the script; config.json has their values
 HEADINGS = ("version or first folder", "val", "standard deviation", "seeds",
             "difference from the baseline, 95 % interval", "verdict", "max_lr (factor)",
             "parameters", "ms per step (ratio)", "what differs")
-VERDICTS = ("ahead", "behind", "within noise")
-MAX_COLUMNS = 8  # of the second table
 
 @dataclass
 class Row:
@@ -58,9 +51,14 @@ class Row:
     @property
     def ms(self):
         """The mean time per step in milliseconds. In each run, it is that of the median speed."""
-        speeds = [[*metrics["tok/s"].values()] or [np.nan] for metrics in self.runs.values()]
-        return 1000 * self.constants["total_batch_size"] * np.mean(
-            [1 / np.median(values) for values in speeds])
+        speeds = [np.median([*metrics["tok/s"].values()]) for metrics in self.runs.values()]
+        return 1000 * self.constants["total_batch_size"] * np.mean(1 / np.array(speeds))
+
+    @property
+    def bytes_per_token(self):
+        """The mean number of bytes of a validation token, or NaN if no log has it."""
+        return next((n for metrics in self.runs.values()
+                     for n in metrics["bytes_per_token"].values()), math.nan)
 
     def curve(self, metric):
         """Return {number of tokens: values of the runs} for the steps where all have the metric."""
@@ -84,16 +82,11 @@ def code_of(path):
     return ast.dump(tree)
 
 def read_run(folder):
-    """Return (version or "", factor or "", seed, constants, code, metrics) of the run in a folder.
-
-    Raise ValueError with the reason if the folder holds no finished run.
-    """
+    """Return (version, factor, seed, constants, code, metrics). Raise ValueError without a run."""
     try:
         constants = json.loads(Path(folder, "config.json").read_text())
         # If the run was continued with edited code, there are several copies
         code = [code_of(path) for path in sorted(Path(folder).glob("train_gpt2_*.py"))]
-        if not code:
-            raise ValueError("no copy of train_gpt2.py")
     except (OSError, ValueError, SyntaxError) as e:
         raise ValueError(f"it holds no run ({t.summary_of(e)})") from None
     metrics = t.read_metrics(folder)
@@ -116,17 +109,23 @@ def read_rows(folders):
             continue
         key = json.dumps([version, constants, code], sort_keys=True)
         row = rows.setdefault(key, Row(version or str(folder), factor, constants, code))
-        if seed in row.runs:
-            print(f"{folder} is left out: it is the same run as seed {seed} of {row.name}.")
         row.runs.setdefault(seed, metrics)
-    return list(rows.values())
+    rows = list(rows.values())
+    if len({row.constants["encoding"] for row in rows}) > 1:
+        print("Encodings differ, so losses are in bits per byte, not in nats per token.")
+        for row in rows:
+            row.constants["val_tokens"] *= row.bytes_per_token
+            for metrics in row.runs.values():
+                scale = 1 / math.log(2) / row.bytes_per_token
+                metrics["val"] = {step: loss * scale for step, loss in metrics["val"].items()}
+    return rows
 
 def why_not_comparable(row, baseline):
     """Return why a row is not comparable with the baseline, or "" if it is."""
     a, b = row.constants, baseline.constants
-    for name in ("encoding", "val_tokens"):
-        if a[name] != b[name]:
-            return f"another {name}"
+    # If encodings differ, these are bytes. NaN, if they are not known, is not close to anything
+    if not math.isclose(a["val_tokens"], b["val_tokens"], rel_tol=0.05):
+        return "another amount of validation text"
     lengths = ((c["max_steps"], c["max_steps"] * c["total_batch_size"]) for c in (a, b))
     return "" if any(x == y for x, y in zip(*lengths)) else "another length"
 
@@ -136,19 +135,41 @@ def pooled_noise(a, b):
     squares = sum(np.var(row.losses) * len(row.losses) for row in (a, b))
     return float(np.sqrt(squares / max(1, freedom))), freedom
 
-def compared(row, baseline):
-    """Return two cells: the difference from the baseline with its interval, and the verdict."""
-    if row is baseline:
-        return "-", "the baseline"
-    difference = np.mean(row.losses) - np.mean(baseline.losses)
-    noise, freedom = pooled_noise(row, baseline)
-    if reason := why_not_comparable(row, baseline) or ("" if freedom else "one seed"):
-        return f"{difference:+.4f}", f"none: {reason}"
-    t_95 = T_95[min(freedom, len(T_95)) - 1]
-    allowed = t_95 * noise * np.sqrt(1 / len(row.losses) + 1 / len(baseline.losses))
-    verdict = "within noise" if abs(difference) <= allowed else (
-        "ahead" if difference < 0 else "behind")
-    return f"{difference:+.4f} +- {allowed:.4f}", verdict
+def student(freedom):
+    """Return rising values of |t|, and the chance that Student's t is farther from 0 than each."""
+    n = 10_000
+    angles = (np.arange(n) + 0.5) * np.pi / 2 / n  # t = sqrt(freedom) * tan(angle)
+    density = np.cos(angles) ** (freedom - 1)
+    within = np.cumsum(density) - density / 2
+    return np.sqrt(freedom) * np.tan(angles), 1 - within / density.sum()
+
+def compared(rows):
+    """Return the cells of each Row: its difference from the first Row, and the verdict.
+
+    Verdicts are corrected by Holm's method, because it finds more effects than wider intervals do:
+    the smallest of n p-values must be at most 0.05 / n, the next one at most 0.05 / (n - 1), etc.
+    """
+    cells, chances = [("-", "the baseline")], {}
+    for row in rows[1:]:
+        difference = np.mean(row.losses) - np.mean(rows[0].losses)
+        cell, verdict = f"{difference:+.4f}", "ahead" if difference < 0 else "behind"
+        noise, freedom = pooled_noise(row, rows[0])
+        if reason := why_not_comparable(row, rows[0]) or ("" if freedom else "one seed"):
+            verdict = f"none: {reason}"
+        else:
+            error = max(1e-9, noise * np.sqrt(sum(1 / len(r.losses) for r in (row, rows[0]))))
+            values, chance = student(freedom)
+            cell += f" +- {error * np.interp(-0.05, -chance, values):.4f}"
+            chances[len(cells)] = np.interp(abs(difference) / error, values, chance)
+        cells.append((cell, verdict))
+    n_left = len(chances)
+    for i in sorted(chances, key=chances.get):
+        if n_left and chances[i] <= 0.05 / n_left:
+            n_left -= 1
+        else:
+            n_left = 0  # Holm's method ends at the first difference that is too small
+            cells[i] = cells[i][0], "within noise" if chances[i] > 0.05 else "unclear"
+    return cells
 
 def what_differs(row, baseline):
     """Return a text that lists the constants that differ from the baseline's, and "code"."""
@@ -162,51 +183,27 @@ def line(*cells):
     return f"| {' | '.join(cells)} |"
 
 def table(rows):
-    """Yield the lines of both tables, with the lowest mean loss first, and the notes."""
-    baseline = rows[0]
-    rows = sorted(rows, key=lambda row: np.mean(row.losses))
+    """Yield the lines of the table, with the lowest mean loss first, and a note."""
+    baseline, cells = rows[0], compared(rows)
     yield from (line(*HEADINGS), "|" + " --- |" * len(HEADINGS))
-    for row in rows:
+    for i in sorted(range(len(rows)), key=lambda i: np.mean(rows[i].losses)):
+        row = rows[i]
         spread = f"{np.std(row.losses, ddof=1):.4f}" if len(row.losses) > 1 else "-"
         max_lr = row.constants["max_lr"]
         sizes = [n for metrics in row.runs.values() for n in metrics["parameters"].values()]
         factor = row.factor or f"{max_lr / baseline.constants['max_lr']:.3g}"
-        yield line(row.name, f"{np.mean(row.losses):.4f}", spread, str(len(row.losses)),
-                   *compared(row, baseline), f"{max_lr:.3g} ({factor})",
-                   f"{sizes[-1]:,.0f}" if sizes else "-",
+        yield line(row.name, f"{np.mean(row.losses):.4f}", spread, str(len(row.losses)), *cells[i],
+                   f"{max_lr:.3g} ({factor})", f"{sizes[-1]:,.0f}" if sizes else "-",
                    f"{row.ms:.1f} ({row.ms / baseline.ms:.2f})", what_differs(row, baseline))
-    n = sum(compared(row, baseline)[1] in VERDICTS for row in rows)
-    yield (f"\nIf no row differed from the baseline, chance alone would still give {0.05 * n:.2g} "
-           f"verdicts of\nahead or behind (5 % of {n}).")
-    yield from differences_by_step(rows, baseline)
-
-def differences_by_step(rows, baseline):
-    """Yield the lines of a table with the mean differences at some of the validations."""
-    batch, reference = baseline.constants["total_batch_size"], baseline.curve("val")
-    after = [n for n in reference if n > 0]
-    if not after or len(rows) == 1:
-        return
-    indices = np.linspace(0, len(after) - 1, MAX_COLUMNS).round().astype(int)
-    after = [after[i] for i in np.unique(indices)]
-    yield "\n" + line("difference after step", *(str(n // batch) for n in after))
-    yield "|" + " --- |" * (len(after) + 1)
-    for row in rows:
-        curve = row.curve("val")
-        if row is not baseline:
-            yield line(row.name, *(f"{np.mean(curve[n]) - np.mean(reference[n]):+.4f}"
-                                   if n in curve else "-" for n in after))
+    yield ("\nIf no row differed from the baseline, the chance of any verdict of ahead or behind "
+           "would be 5 %.")
 
 def main():
     if len(sys.argv) < 2:
         sys.exit(__doc__)
     sys.stdout.reconfigure(errors="replace")  # a folder's name may contain any character
-    folders = {}
-    for pattern in sys.argv[1:]:
-        matches = sorted(glob.glob(pattern))
-        if not matches:
-            print(f"No folder matches {pattern}.")
-        folders |= dict.fromkeys(matches)
-    rows = read_rows(folders)
+    matches = sum([sorted(glob.glob(pattern)) for pattern in sys.argv[1:]], [])
+    rows = read_rows(dict.fromkeys(matches))
     if not rows:
         sys.exit(f"compare.py: there is no finished run in {' '.join(sys.argv[1:])}.")
     print("\n".join(table(rows)))

@@ -13,17 +13,20 @@ import math
 import multiprocessing
 import operator
 import os
+import random
 import re
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from multiprocessing import forkserver
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -162,16 +165,31 @@ def stub_run(model, cfg, rows, optimizers=None, float16=False):
 # ---- Comparing results
 def one_line(stderr, *parts):
     """Assert that stderr is one line of a script that failed, with these parts. Return it."""
-    assert re.match(r"\w+\.py: ", stderr) and stderr.count("\n") == 1, stderr
+    assert stderr.count("\n") == 1 and stderr.endswith("\n"), stderr
     for part in parts:
         assert str(part) in stderr, stderr
     return stderr
 
+def assert_refused(monkeypatch, words, *parts):
+    """Assert that main() with these flags raises UserError, with one sentence that has `parts`."""
+    monkeypatch.setattr("sys.argv", ["train_gpt2.py", *words])
+    monkeypatch.setattr(t.signal, "signal", mock.Mock())
+    monkeypatch.setattr(t, "train", mock.Mock())
+    with pytest.raises(t.UserError) as e:
+        t.main()
+    assert all(part in str(e.value) for part in parts) and "\n" not in str(e.value), e.value
+
 def read_log(folder):
-    """Return {(step, metric): value} of log.txt, without times. The last line of a step counts."""
+    """Return {(step, metric): value} of the losses, norms and scores in log.txt."""
     metrics = t.read_metrics(folder)
-    return {(step, metric): value for metric in ("train", "norm", "val", "hella")
+    return {(step, metric): value for metric in ("train", "norm", "val", "hella", "hella_loss")
             for step, value in metrics[metric].items()}
+
+def log_lines(folder):
+    """Return the lines of log.txt, without times. (A process logs tok/s after its first step.)"""
+    lines = [line.split() for line in Path(folder, "log.txt").read_text().splitlines()]
+    return [(step, metric, "" if metric == "train_s" else value)
+            for step, metric, value in lines if metric != "tok/s"]
 
 def assert_close_logs(a, b):
     """Assert that two runs have the same steps, with losses that are equal to 1e-5.
@@ -202,32 +220,44 @@ def flat(content, name=""):
         values |= flat(part, f"{name}/{key}")
     return values
 
+def names(folder):
+    """Return the steps of the checkpoints in a folder. Assert that each checkpoint is readable."""
+    found = t.find_checkpoints(folder)
+    for step, path in found.items():
+        assert load(path)["step"] == step
+    return sorted(found)
+
 def last_checkpoint(folder):
     """Return the content of a run's newest checkpoint."""
     found = t.find_checkpoints(folder)
     return load(found[max(found)])
 
 def assert_same(a, b):
-    """Assert that two folders have the same losses and the same last checkpoint, bit for bit.
+    """Assert that two folders have the same log and the same last checkpoint, bit for bit.
 
     On a GPU, assert only that the losses are close. Some GPU kernels add up numbers in an order
     that varies.
     """
     if device_type() != "cpu":
         return assert_close_logs(a, b)
-    assert read_log(a) == read_log(b)
-    a, b = flat(last_checkpoint(a)), flat(last_checkpoint(b))
+    assert log_lines(a) == log_lines(b)
+    assert_same_checkpoints(last_checkpoint(a), last_checkpoint(b))
+
+def assert_same_checkpoints(a, b):
+    """Assert that everything in two checkpoints is equal, except for times and folders."""
+    a, b = flat(a), flat(b)
     assert a.keys() == b.keys()
-    for name in a.keys() - {"/config/log_dir", "/train_s"}:
+    for name in a.keys() - {"/config/log_dir", "/folder", "/train_s"}:
         same = torch.equal if torch.is_tensor(a[name]) else operator.eq
         assert type(a[name]) is type(b[name]) and same(a[name], b[name]), name
 
-def until(condition, timeout=180):
-    """Wait until condition() holds. Fail after `timeout` seconds."""
+def until(condition, timeout=600):
+    """Wait until condition() holds, and return its value. Fail after `timeout` seconds."""
     end = time.monotonic() + timeout
-    while not condition():
+    while not (value := condition()):
         assert time.monotonic() < end, "the condition did not become true"
         time.sleep(0.01)
+    return value
 
 # ---- Starting scripts
 def flags(folder=None, without=(), **changes):
@@ -240,7 +270,7 @@ def flags(folder=None, without=(), **changes):
         constants = dict(data=Path(folder).parent / "text.txt", log_dir=folder) | constants
     return [f"--{name}={value}" for name, value in constants.items()]
 
-def run_script(script, *args, cwd=None, env=None, timeout=180):
+def run_script(script, *args, cwd=None, env=None, timeout=600):
     """Run `python <script> ...` with one thread. Return the CompletedProcess with text output."""
     return subprocess.run([sys.executable, str(ROOT / script), *map(str, args)], cwd=cwd,
                           env=ENV | (env or {}), timeout=timeout, capture_output=True, text=True,
@@ -249,73 +279,125 @@ def run_script(script, *args, cwd=None, env=None, timeout=180):
 FORKS = multiprocessing.get_context("forkserver")
 
 def start_forkserver():
-    """Start the process that runs are forked from, unless it is running already."""
+    """Start the process that scripts are forked from. (Once, because this changes the environment.)
+    """
     no_hub = {"HF_HOME": f"{tempfile.gettempdir()}/no_hf_{os.getpid()}"}
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     with mock.patch.dict(os.environ, ENV | no_hub | paths):
         forkserver.ensure_running()
 
 @pytest.fixture(scope="session", autouse=True)
-def forked_outputs(tmp_path_factory):
-    """Make the folder for the output of forked runs. Kill the runs that the tests leave behind."""
-    Forked.outputs = tmp_path_factory.mktemp("outputs")
+def outputs(tmp_path_factory):
+    """Make the folder for the output of scripts. Kill those that the tests leave behind."""
+    Started.outputs = tmp_path_factory.mktemp("outputs")
     yield
     for process in multiprocessing.active_children():
         process.kill()
 
-class Forked:
-    """A run of train_gpt2.py in a forked process. wait() returns its exit status.
+class Started:
+    """A script that runs in a forked process, which starts in 0.1 s instead of several seconds.
 
-    out, err: its output so far, as text.
+    The process has already imported torch, transformers and pandas. The scripts train_gpt2.py,
+    fineweb.py and hellaswag.py are imported anew, from the folder of `script` if they are there.
 
-    folder, changes: see flags(). words: more of the command line.
-    script: an edited copy of train_gpt2.py to run.
+    script: the script's name in this repository, such as "fineweb.py" or "tests/check.py", or a
+    path. words: its command line. env: {variable: value} to add. cwd: by default an empty folder.
+    name: the name of the module if `script` is an edited copy with another name.
     arrange: tuples (function, arguments ...). Before main(), the process calls each function with
-    the module train_gpt2 and these arguments. The functions must be at the top level of a module.
-    hide: packages that the process cannot import. (The default ones take seconds to import or use.)
+    the module and these arguments. The functions must be at the top level of a module, and must
+    use the module that they get instead of one that their own module has imported.
+    hide: packages that the process cannot import.
+    pid: the process id. out, err: the output so far, as text. It can be used in any thread.
     """
     outputs, numbers = None, itertools.count()
+    lock = threading.Lock()  # multiprocessing polls all processes when it starts one
 
-    def __init__(self, folder=None, *words, script=None, arrange=(), env=None, cwd=None,
-                 hide=("transformers", "matplotlib"), **changes):
-        self.log_dir = folder and Path(folder)
-        self.path = f"{Forked.outputs}/{next(Forked.numbers)}"
-        self.process = FORKS.Process(target=run_forked, args=(
-            self.path, [*flags(folder, **changes), *map(str, words)], script, arrange, env or {},
-            cwd or Forked.outputs, hide))
-        start_forkserver()
-        self.process.start()
+    def __init__(self, script, *words, env=None, cwd=None, name=None, arrange=(), hide=()):
+        self.path = f"{Started.outputs}/{next(Started.numbers)}"
+        self.process = FORKS.Process(target=run_started, kwargs=dict(
+            path=self.path, script=ROOT / script, words=[*map(str, words)], env=env or {},
+            cwd=cwd or Started.outputs, name=name or Path(script).stem, arrange=arrange,
+            hide=hide))
+        with self.lock:
+            self.process.start()
+        self.pid = self.process.pid
 
     def output(self, end):
         path = Path(f"{self.path}.{end}")
-        return path.read_text(errors="replace") if path.exists() else ""
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     out = property(lambda self: self.output("out"))
     err = property(lambda self: self.output("err"))
 
-    def wait(self, timeout=180):
-        self.process.join(timeout)
-        assert self.process.exitcode is not None, (self.out, self.err)
-        return self.process.exitcode
+    def poll(self):
+        """Return the exit status (-9 after a SIGKILL), or None if the script is still running."""
+        with self.lock:
+            return self.process.exitcode
 
-def run_forked(path, words, script, arrange, env, cwd, hide):
-    """Do in the forked process what `python train_gpt2.py <words>` does."""
-    global t
+    def wait(self, timeout=600):
+        """Wait until the script ends, and return its exit status."""
+        connection.wait([self.process.sentinel], timeout)
+        assert self.poll() is not None, ("it does not end", self.out, self.err)
+        return self.poll()
+
+    def wait_for(self, pattern, file=None, timeout=600):
+        """Wait until this regular expression is found in stdout or, if it is given, in `file`.
+
+        Return the match. Fail if the script ends before.
+        """
+        def look():
+            ended = self.poll() is not None
+            text = self.out if file is None else (
+                Path(file).read_text(errors="replace") if Path(file).exists() else "")
+            found = re.search(pattern, text, re.M)
+            assert found or not ended, (pattern, self.out, self.err)
+            return found
+        return until(look, timeout)
+
+    def kill(self, number=signal.SIGKILL):
+        """Send a signal to the process, unless it has ended."""
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+def torchrun_env(n):
+    """Return the variables that torchrun sets for n processes on one machine."""
+    while True:
+        # The system takes ports for outgoing connections from 32768 on
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+def run_started(path, script, words, env, cwd, name, arrange, hide):
+    """Do in the forked process what `python <script> <words>` does."""
     for number, end in ((1, "out"), (2, "err")):
         os.dup2(os.open(f"{path}.{end}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.environ.update(env)
     os.chdir(cwd)
-    if script:
-        spec = importlib.util.spec_from_file_location("train_gpt2", script)
-        t = sys.modules["train_gpt2"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(t)
-    t.RANK, t.WORLD_SIZE = (int(env.get(name, default)) for name, default in
-                            (("RANK", t.RANK), ("WORLD_SIZE", t.WORLD_SIZE)))
-    sys.argv = ["train_gpt2.py", *words]
+    np.random.seed()  # a new process has a random state
+    for ours in ("train_gpt2", "fineweb", "hellaswag"):
+        sys.modules.pop(ours, None)
     sys.modules |= dict.fromkeys(hide)
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *words]
+    spec = importlib.util.spec_from_file_location(name, script)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     for function, *arguments in arrange:
-        function(t, *arguments)
-    t.main()
+        function(module, *arguments)
+    sys.exit(module.main())
+
+class Training(Started):
+    """A run of train_gpt2.py.
+
+    folder, changes: see flags(). words: more of the command line. copy: an edited copy to run.
+    options: those of Started. Packages that take seconds to use are hidden by default.
+    """
+    def __init__(self, folder=None, *words, copy="train_gpt2.py", arrange=(), env=None, cwd=None,
+                 hide=("transformers", "matplotlib"), **changes):
+        self.log_dir = folder and Path(folder)
+        super().__init__(copy, *flags(folder, **changes), *words, name="train_gpt2", env=env,
+                         arrange=arrange, cwd=cwd, hide=hide)
 
 def succeed(run):
     """Wait for a run. Assert that it succeeded and wrote nothing to stderr. Return it."""
@@ -323,32 +405,28 @@ def succeed(run):
     return run
 
 def together(n, folder, of_rank=None, **changes):
-    """Let n forked processes train together. Return their exit statuses and the n Forked runs.
+    """Start n processes that train together. Return the n Training runs.
 
-    of_rank: {rank: arguments of Forked that only this rank gets}.
+    of_rank: {rank: arguments of Training that only this rank gets}.
     """
     need_gpus(n)
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    env = {"WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    runs = []
+    runs, env = [], torchrun_env(n)
     for rank in range(n):
         own = dict(folder=folder) | changes | (of_rank or {}).get(rank, {})
-        runs.append(Forked(own.pop("folder"), env=env | {
+        runs.append(Training(own.pop("folder"), env=env | {
             "RANK": str(rank), "LOCAL_RANK": str(rank)}, **own))
-    return [run.wait() for run in runs], runs
+    return runs
 
 def train(n, folder, **changes):
-    """Train with n processes, which must succeed. Return the Forked run of rank 0."""
+    """Train with n processes, which must succeed. Return the Training of rank 0."""
     if n == 1:
-        return succeed(Forked(folder, **changes))
-    statuses, runs = together(n, folder, **changes)
-    assert statuses == [0] * n, [run.err for run in runs]
+        return succeed(Training(folder, **changes))
+    runs = together(n, folder, **changes)
+    assert [run.wait() for run in runs] == [0] * n, [run.err for run in runs]
     assert not any(run.out for run in runs[1:])  # only rank 0 prints
     return runs[0]
 
-# ---- Actions for Forked's `arrange`
+# ---- Actions for `arrange`
 def before_steps(t, steps, act):
     """Call act(run) before each of these steps."""
     real = t.train_step
@@ -370,10 +448,10 @@ def signal_on_rank(t, rank, number, *steps):
     if rank == t.RANK:
         signal_at(t, number, *steps)
 
-def raise_at(t, step, error, rank=None):
-    """Raise an error in this step, in all processes or only in that of one rank."""
-    if rank in (None, t.RANK):
-        before_steps(t, [step], mock.Mock(side_effect=error))
+def raise_at(t, step, text, rank):
+    """Raise UserError in this step, in the process of this rank."""
+    if rank == t.RANK:
+        before_steps(t, [step], mock.Mock(side_effect=t.UserError(text)))
 
 def poison_at(t, step):
     """Replace a gradient by NaN in this step."""

@@ -2,16 +2,14 @@
 import argparse
 
 import bench
-import pytest
 
-def test_steps_are_timed_with_and_without_the_speed_ups(monkeypatch):
-    attention = bench.t.F.scaled_dot_product_attention
-    monkeypatch.setattr(bench.t.F, "scaled_dot_product_attention", attention)  # is put back
-    size = dict(B=2, T=16, total_batch_size=32, n_layer=1, n_head=2, n_embd=16, dtype="float32",
-                compile=False)
-    for changes in ({}, dict(fused=False, logits=True, flash=False, padded=False)):
-        ms, _, tokens, _ = bench.time_steps(**size | changes)
-        assert tokens == pytest.approx(32 / ms * 1e3) and ms > 0
+SIZE = dict(B=2, T=16, total_batch_size=32, encoding="bytes", n_layer=1, n_head=2, n_embd=16,
+            dtype="float32", compile=False)
+
+def test_steps_are_timed_with_and_without_the_speed_ups():
+    for changes in ({}, dict(fused=False, logits=True)):
+        ms, _ = bench.time_steps(**SIZE, **changes)
+        assert ms > 0
 
 def test_a_row_that_fails_gives_the_reason(monkeypatch):
     def fail(script):

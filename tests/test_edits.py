@@ -3,8 +3,7 @@ import signal
 
 import pytest
 import torch
-from conftest import (
-    ROOT, Forked, assert_same, last_checkpoint, read_log, signal_at, succeed, write_text)
+from conftest import ROOT, Training, assert_same, last_checkpoint, read_log, signal_at, succeed
 
 import train_gpt2 as t
 
@@ -53,25 +52,22 @@ EDITS = {
         "        self.lm_head.weight = self.transformer.wte.weight\n": ""}),
     "z-loss": (EXPORTED, {"return (logits[...": Z_LOSS}),
     "another optimizer": (EXPORTED, {
-        "torch.optim.AdamW(groups, lr=cfg.max_lr, betas=(cfg.beta1, cfg.beta2),\n"
-        "                                    eps=cfg.eps, fused=True)":
-            "torch.optim.NAdam(groups, lr=cfg.max_lr)"}),
+        "    return optimizers\n":
+            "    return [torch.optim.NAdam(model.parameters(), cfg.max_lr)]\n"}),
     "frozen layers": (EXPORTED, {
         "        self.eval()  #": "        self.transformer.h[0].requires_grad_(False)\n"
                                   "        self.eval()  #"}),
     "a new constant": (EXPORTED, {
         "    max_steps: int =":
-            "    power: float = 1.0  # exponent of the decay\n    max_steps: int =",
-        "else 1 - progress)": "else (1 - progress) ** cfg.power)"}),
+            "    power: float = -1.0  # minus the exponent of the decay\n    max_steps: int =",
+        "    remaining = 1 - progress\n": "    remaining = (1 - progress) ** -cfg.power\n"}),
     "an average of the weights": (UNCHANGED, {
         "    stop: bool = False": "    average: dict = field(default_factory=dict)\n"
                                   "    stop: bool = False",
         "run.step += 1": AVERAGE,
         '"step": run.step,': '"step": run.step, "average": run.average,',
-        "    load_weights(run.model, checkpoint":
-            "    for name, average in checkpoint['average'].items():\n"
-            "        run.average[name] = average\n"
-            "    load_weights(run.model, checkpoint"}),
+        "    load_weights(run.model, checkpoint": "    run.average = checkpoint['average']\n"
+                                              "    load_weights(run.model, checkpoint"}),
     "a new metric": (UNCHANGED, {
         'log_metric(run, step, "norm", norm)\n':
             'log_metric(run, step, "norm", norm)\n'
@@ -82,7 +78,7 @@ WORDS = dict(n_layer=2, lr_shape="linear", max_steps=20, eval_every=10, sample_e
 
 @pytest.fixture(scope="module")
 def unedited(place):
-    return read_log(succeed(Forked(place / "unedited", **WORDS)).log_dir)
+    return read_log(succeed(Training(place / "unedited", **WORDS)).log_dir)
 
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edited_script_trains_samples_and_resumes(place, unedited, name):
@@ -97,14 +93,16 @@ def test_an_edited_script_trains_samples_and_resumes(place, unedited, name):
         source = source.replace(text, replacement)
     script = place / f"{name}.py"
     script.write_text(source)
-    words = WORDS | dict(script=script) | (dict(power=2.5) if name == "a new constant" else {})
-    whole = Forked(place / name, hide=["matplotlib"], **words)
-    stopped = Forked(place / f"{name}, stopped", arrange=[(signal_at, signal.SIGTERM, 12)], **words)
+    words = WORDS | dict(copy=script) | (dict(power=-2.5) if name == "a new constant" else {})
+    whole = Training(place / name, hide=["matplotlib"], **words)
+    stopped = Training(place / f"{name}, stopped", **words,
+                       arrange=[(signal_at, signal.SIGTERM, 12)])
     assert "Stopped by a signal at step 13" in succeed(stopped).out
-    succeed(Forked(stopped.log_dir, **words))
+    succeed(Training(stopped.log_dir, **words))
     assert "--- sample at step 20 ---" in succeed(whole).out
     assert_same(whole.log_dir, stopped.log_dir)
-    assert ("\nNot exported: " if result == NOT_EXPORTED else "\nexported ") in whole.out
+    assert (" has failed" if result == NOT_EXPORTED else "\nexported ") in whole.out
+    assert (whole.log_dir / "hf").exists() == (result != NOT_EXPORTED)
     log = read_log(whole.log_dir)
     assert (log == unedited) == (result == UNCHANGED)
     assert log[20, "val"] < log[0, "val"] - 0.5

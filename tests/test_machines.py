@@ -1,142 +1,145 @@
-"""Tests of several machines that train one model, and of several processes in general.
-
-A machine without a shared disk is a process with a log_dir of its own.
-"""
+"""Tests of several processes on one or more machines."""
+import re
+import shutil
 import signal
-import socket
 import subprocess
 import sys
 
-import numpy as np
 import pytest
+import torch
 from conftest import (
-    ENV, ROOT, Forked, assert_close_logs, flags, one_line, signal_at, signal_on_rank, succeed,
-    together, write_text)
+    ENV, ROOT, Training, assert_close_logs, flags, load, need_gpus, one_line, raise_at, read_log,
+    signal_at, signal_on_rank, slow_saves, succeed, together, torchrun_env, train)
 
-import train_gpt2 as t
-
-WORDS = dict(optimizer="muon", max_steps=20, B=4)
+WORDS = dict(optimizer="muon", max_steps=20)
 
 @pytest.fixture(scope="module")
 def alone(place):
-    """Return the folder of a run with one process."""
-    return succeed(Forked(place / "alone", **WORDS)).log_dir
+    """Return the folder of a run with one process. It was stopped once, at step 7."""
+    succeed(Training(place / "alone", arrange=[(signal_at, signal.SIGTERM, 6)], **WORDS))
+    shutil.copytree(place / "alone", place / "seven")
+    return succeed(Training(place / "alone", **WORDS)).log_dir
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_machines_without_a_shared_disk_resume_from_the_checkpoint_of_rank_0(place, optimizer):
-    """They are killed twice, and end with the losses of one process. Only rank 0 writes files."""
-    words = WORDS | dict(optimizer=optimizer)
-    one = succeed(Forked(place / f"one {optimizer}", **words))
-    first, second = place / f"first {optimizer}", place / f"second {optimizer}"
-    for step in (7, 13):
-        statuses, _ = together(2, first, {1: dict(folder=second)}, **words,
-                               arrange=[(signal_on_rank, 1, signal.SIGKILL, step)])
-        assert statuses[1] == -signal.SIGKILL and statuses[0] != 0
-    statuses, runs = together(2, first, {1: dict(folder=second)}, **words)
-    assert statuses == [0, 0] and "from step 10 on" in runs[0].out
-    assert_close_logs(one.log_dir, first)
-    assert not second.exists()
-
-def edit_script(t, folder):
-    """Let the script differ from that of the other processes."""
-    path = folder / "edited.py"
-    path.write_bytes((ROOT / "train_gpt2.py").read_bytes() + b"# edited")
-    t.__file__ = str(path)
+def test_a_signal_to_one_of_two_processes_stops_both(place, alone):
+    """Both stop after the same step. One process can continue the run, with another B."""
+    run = train(2, place / "two", B=2, arrange=[(signal_on_rank, 1, signal.SIGTERM, 12)], **WORDS)
+    assert "Stopped by a signal at step 13" in run.out
+    succeed(Training(place / "two", B=8, **WORDS))
+    assert_close_logs(place / "two", alone)
 
 # {what differs: arguments of the second process}
 DIFFERENT = {
-    "max_lr is 0.01 on rank 0, and 0.02 on rank 1": dict(max_lr=0.02),
-    "seed is 1337": dict(seed=3), "B is 4": dict(B=2), "eval_every is 5": dict(eval_every=10),
-    "n_layer is 1": dict(n_layer=2), "hellaswag_every is 0": dict(hellaswag_every=5),
-    "dtype is torch.float32 on rank 0, and torch.bfloat16": dict(dtype="bfloat16"),
-    "train_tokens is 45000": dict(data="shorter.txt"),
-    "data_checksum": dict(data="other.txt"),
-    "train_tokens is 45000 on rank 0, and 500": dict(data="shards"),
-    "the script's checksum": dict(arrange=[(edit_script, "here")])}
+    "max_lr is 0.01 on rank 0, and 0.02 on rank 1": dict(max_lr=0.02), "B is 4": dict(B=2),
+    "n_layer is 1": dict(n_layer=2), "dtype is torch.float32": dict(dtype="bfloat16"),
+    "data_tokens is 50000 on rank 0, and 49500": dict(data="shorter.txt"),
+    "data_checksum": dict(data="other.txt"), "the script's checksum": dict(copy="edited.py"),
+    "the step of the checkpoint is 7 on rank 0, and None": dict(folder="empty"),
+    "the step of the checkpoint is 7 on rank 0, and 10": dict(folder="ten"),
+    "train_s is": dict(folder="same step")}
 
-def test_a_process_that_loses_another_one_ends_with_one_sentence(place):
-    """The message of the process that failed says why."""
-    statuses, runs = together(2, place / "lonely", {1: dict(data=place / "missing")}, max_steps=5)
-    assert statuses == [1, 1]
-    one_line(runs[0].err, "The connection to another process is lost")
-    one_line(runs[1].err, "data=", "missing")
+@pytest.fixture(scope="module")
+def others(place, alone):
+    """Return a folder with what the second process uses in the next test."""
+    others, text = place / "others", (place / "text.txt").read_bytes()
+    others.mkdir()
+    (others / "shorter.txt").write_bytes(text[:-500])
+    (others / "other.txt").write_bytes(text[::-1])
+    (others / "edited.py").write_bytes((ROOT / "train_gpt2.py").read_bytes() + b"# edited")
+    for name, change in (("ten", dict(step=10)), ("same step", dict(train_s=1.5))):
+        shutil.copytree(place / "seven", others / name)
+        path = others / name / "checkpoint_00007.pt"
+        torch.save(load(path) | change, path.with_stem(f"checkpoint_{change.get('step', 7):05d}"))
+    return others
 
 @pytest.mark.parametrize("name", DIFFERENT)
-def test_processes_that_disagree_end_with_one_sentence(place, name, monkeypatch):
+def test_processes_that_disagree_end_with_one_sentence(place, others, name):
     """The sentence names what differs, and nothing is written."""
-    text = (place / "text.txt").read_bytes()
-    (place / "shorter.txt").write_bytes(text[:-500])
-    (place / "other.txt").write_bytes(text[::-1])
-    (place / "shards").mkdir(exist_ok=True)
-    for split in ("train", "val"):
-        np.save(place / "shards" / f"x_{split}_000000.npy", np.arange(500, dtype=np.uint16) % 250)
-    own = dict(DIFFERENT[name])
-    if "data" in own:
-        own["data"] = place / own["data"]
-    if "arrange" in own:
-        own["arrange"] = [(edit_script, place)]
-    statuses, runs = together(2, place / "different", {1: own}, max_steps=5)
-    assert statuses == [1, 1]
+    own = {key: others / value if key in ("data", "copy", "folder") else value
+           for key, value in DIFFERENT[name].items()}
+    folder = shutil.copytree(place / "seven", place / name) if "folder" in own else place / "new"
+    before = [(path, path.stat().st_mtime_ns) for path in sorted(place.rglob("*.*t"))]
+    runs = together(2, folder, {1: dict(data=place / "text.txt") | own}, **WORDS)
+    assert [run.wait() for run in runs] == [1, 1]
     for run in runs:
-        one_line(run.err, "The processes disagree: ", name)
-    assert not [path for path in (place / "different").iterdir() if path.name != ".lock"]
+        one_line(run.err, name)
+    assert before == [(path, path.stat().st_mtime_ns) for path in sorted(place.rglob("*.*t"))]
 
-def test_a_newer_checkpoint_on_another_machine_is_not_ignored(place, alone):
-    """Otherwise, a run whose rank 0 is started on another machine would lose steps."""
-    older = place / "older"
-    succeed(Forked(older, **WORDS | dict(max_steps=20), arrange=[(signal_at, signal.SIGTERM, 4)]))
-    newest = "the newest step is"
-    statuses, runs = together(2, older, {1: dict(folder=alone)}, **WORDS)
-    assert statuses == [1, 1]
-    for run in runs:
-        one_line(run.err, f"{newest} 5 on rank 0, and 20 on rank 1")
-    statuses, _ = together(2, alone, {1: dict(folder=older)}, **WORDS)
-    assert statuses == [0, 0]
+def test_a_mistake_of_one_process_ends_all_after_its_save(place):
+    """Also if it is met before the first step. The process that met it says why."""
+    runs = together(2, place / "lonely", {1: dict(data=place / "missing")}, **WORDS)
+    assert runs[1].wait() == 1 and runs[0].wait() != 0
+    one_line(runs[1].err, "data=", "missing")
+    runs = together(2, place / "lone", arrange=[
+        (slow_saves, 0.5), (raise_at, 5, "A bad token.", 0)], **WORDS)
+    assert runs[0].wait() == 1 and runs[1].wait() != 0
+    assert one_line(runs[0].err) == "A bad token.\n" and (4, "train") in read_log(place / "lone")
+    assert load(place / "lone" / "checkpoint_00005.pt")["step"] == 5
+
+def test_restarts_without_the_variable_are_reported(place):
+    """Then, restarted processes may find the addresses of dead ones in the store of torchrun."""
+    env = torchrun_env(1) | {"RANK": "0", "LOCAL_RANK": "0", "TORCHELASTIC_MAX_RESTARTS": "3"}
+    store = torch.distributed.TCPStore("127.0.0.1", int(env["MASTER_PORT"]), is_master=True)
+    run = Training(place / "restarts", max_steps=1,
+                   env=env | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    assert run.wait() == 0, run.err
+    assert run.out.count("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1") == 1
+    del store
 
 TORCHRUN = """
-import os, signal, sys, time
+import atexit, os, signal, sys, time
 sys.path.append({tests!r})
 sys.modules["transformers"] = sys.modules["matplotlib"] = None  # importing them takes seconds
 import train_gpt2 as t
 from conftest import before_steps, until
 
 def die(run):
-    open({died!r}, "w").close()
-    os.kill(os.getpid(), signal.SIGKILL)
+    if not os.path.exists({died!r}):
+        open({died!r}, "w").close()
+        os.kill(os.getpid(), signal.SIGKILL)
 
-real = t.print_sample
+def hang_up(run):
+    if t.RANK == 0:
+        os.kill(os.getppid(), signal.SIGHUP)  # torchrun passes it on
+    until(lambda: run.signalled)
 
-def sample_slowly(run):
-    if t.RANK == 0 and run.step == 10 and not os.path.exists({died!r} + "2"):
-        open({died!r} + "2", "w").close()
-        until(lambda: os.path.exists({died!r}))
-        time.sleep(1)
-    real(run)
-t.print_sample = sample_slowly
-
-if t.RANK == 1 and not os.path.exists({died!r}):
+if {hang_up} and os.path.exists({died!r}):
+    before_steps(t, [15], hang_up)
+elif t.RANK == 1:
     before_steps(t, [10], die)
+atexit.register(lambda: open({died!r} + str(t.RANK), "w").close())
 t.main()
 """
 
-def test_two_machines_survive_the_death_of_a_worker(tmp_path, place, alone):
-    """torchrun restarts the workers of both machines, and they find each other again.
+@pytest.mark.parametrize("machines", [1, 2])
+def test_torchrun_restarts_a_run_after_the_death_of_a_worker(tmp_path, place, alone, machines):
+    """It resumes on one or two machines, with a shared log_dir. Exit handlers run.
 
-    The worker of the second machine dies while rank 0 samples. So only the agent of that machine
-    counts a restart. (On one machine, both would use the same GPU, so they use the CPU.)
+    If the terminal is closed, torchrun gets a SIGHUP, and the run is saved and stops.
     """
-    script, folder = tmp_path / "script.py", place / "two machines"
-    script.write_text(TORCHRUN.format(tests=str(ROOT / "tests"), died=str(tmp_path / "died")))
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{s.getsockname()[1]}"
-    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1",
-               "--rdzv_backend=c10d", f"--rdzv_endpoint={endpoint}", "--max-restarts=2", script,
-               *flags(folder, **WORDS | dict(sample_every=10, sample_tokens=3, device="cpu"))]
-    options = dict(cwd=tmp_path, env=ENV | {"PYTHONPATH": str(ROOT)}, text=True,
-                   stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    machines = [subprocess.Popen([*map(str, command)], **options) for _ in range(2)]
-    outputs = [machine.communicate(timeout=300)[0] for machine in machines]
-    assert [machine.returncode for machine in machines] == [0, 0], outputs
-    assert "from step 10 on" in "".join(outputs) and (tmp_path / "died").exists()
-    assert_close_logs(alone, folder)
+    need_gpus(2)
+    script, died, folder = tmp_path / "script.py", tmp_path / "died", place / f"{machines} machines"
+    script.write_text(TORCHRUN.format(tests=str(ROOT / "tests"), died=str(died),
+                                      hang_up=machines == 1))
+    env = torchrun_env(1)
+    rendezvous = ["--standalone"] if machines == 1 else [
+        f"--nnodes={machines}", "--rdzv_backend=c10d",
+        f"--rdzv_endpoint=127.0.0.1:{env['MASTER_PORT']}"]
+    # On one machine, both agents would use the same GPU, so they use the CPU
+    device = {} if machines == 1 else dict(device="cpu")
+    command = [sys.executable, "-m", "torch.distributed.run", *rendezvous, "--max-restarts=3",
+               f"--nproc_per_node={2 // machines}", script, *flags(folder, **WORDS | device)]
+    options = dict(
+        cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV | {
+            "PYTHONPATH": str(ROOT), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
+    agents = [subprocess.Popen([*map(str, command)], **options) for _ in range(machines)]
+    out, err = ("".join(texts) for texts in zip(
+        *[agent.communicate(timeout=600) for agent in agents], strict=True))
+    assert re.search("from step (5|10) on", out) and died.exists(), (out, err)
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE" not in out
+    # No process was aborted when it exited
+    assert not re.search("Fatal Python error|terminate called", err), err
+    assert {path.name for path in tmp_path.glob("died?")} == {"died0", "died1"}
+    if machines == 1:
+        assert "Stopped by a signal at step 16. " in out
+        train(2, folder, **WORDS)
+    assert_close_logs(folder, alone)

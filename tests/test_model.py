@@ -1,7 +1,6 @@
 """Tests of the model, which must be GPT-2, and of the optimizers, which must match their papers."""
 import contextlib
 import math
-from unittest import mock
 
 import pytest
 import torch
@@ -19,14 +18,19 @@ def test_parameters_of_gpt2_small():
     assert sum(p.numel() for p in model.parameters()) == 124_439_808 + n_padding * 768
     assert model.lm_head.weight is model.transformer.wte.weight
 
-def test_initial_weights_and_loss():
-    """Weights have the standard deviations of GPT-2, and the loss is about ln(vocab_size)."""
-    model = small(n_layer=8, n_embd=64, vocab_size=50257)
-    assert model(ids(), ids(seed=1))[1].item() == pytest.approx(math.log(50257), abs=0.1)
+@pytest.mark.parametrize("width, std", [(64, 0.02 * 12**0.5), (768, 0.02)])
+def test_initial_weights_and_loss(width, std):
+    """The standard deviations fit the width, and are those of GPT-2 at its width of 768.
+
+    The variance of the logits is 0.3 at any width, so the loss is about ln(vocab_size) + 0.15.
+    """
+    model = small(n_layer=2 if width == 768 else 8, n_embd=width, vocab_size=50257)
+    loss = model(ids(), ids(seed=1))[1].item()
+    assert loss == pytest.approx(math.log(50257) + 0.15, abs=0.1)
     for name, p in model.named_parameters():
         if p.dim() == 2:
-            expected = 0.02 / math.sqrt(2 * 8) if name.endswith("c_proj.weight") else 0.02
-            assert p[:50257].std().item() == pytest.approx(expected, rel=0.05), name
+            scale = math.sqrt(2 * model.config.n_layer) if name.endswith("c_proj.weight") else 1
+            assert p[:50257].std().item() == pytest.approx(std / scale, rel=0.05), name
         else:
             assert (p == (0 if name.endswith("bias") else 1)).all(), name
     assert not model.transformer.wte.weight[50257:].any()
@@ -47,7 +51,7 @@ def test_initial_weights_depend_on_the_seed_and_their_name_only(monkeypatch):
     del firsts["lm_head.weight"]  # the same matrix as wte
     assert len(set(firsts.values())) == len(firsts)
     assert not torch.equal(other["transformer.wpe.weight"], plain["transformer.wpe.weight"])
-    assert wider["transformer.h.1.gate.weight"].std().item() == pytest.approx(0.02, rel=0.2)
+    assert wider["transformer.h.1.gate.weight"].std().item() == pytest.approx(0.098, rel=0.2)
     assert not wider["transformer.h.1.gate.bias"].any()
     assert (wider["transformer.h.1.scale"] == 7).all()
     # Another value would change the initial weights and dropout masks of every run
@@ -103,25 +107,6 @@ def test_loss_is_computed_in_float32_under_autocast():
     assert logits.dtype == loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), abs=0.02) and loss.item() != exact.item()
 
-def test_a_compiled_model_computes_the_same():
-    """torch.compile changes neither loss nor gradients nor samples, and compiles one graph.
-
-    Sampling compiles nothing, for any length of the text.
-    """
-    graphs = []
-    torch.compiler.reset()
-    model, idx = small(), ids(T=33)
-    plain, grads = loss_and_gradients(model, model(idx[:, :-1], idx[:, 1:])[1])
-    texts = [model.generate(idx[:1, :n], 3, temperature=0) for n in range(5, 9)]
-    model.compile(backend=lambda graph, inputs: graphs.append(graph) or graph.forward)
-    compiled = model(idx[:, :-1], idx[:, 1:], return_logits=False)[1]
-    loss, compiled_grads = loss_and_gradients(model, compiled)
-    assert loss == pytest.approx(plain, abs=1e-5)
-    assert all(torch.allclose(compiled_grads[name], grads[name], atol=1e-5) for name in grads)
-    for text in texts:
-        assert torch.equal(model.generate(text[:, :-3], 3, temperature=0), text)
-    assert len(graphs) == 1
-
 def naive(model, idx, n, temperature, top_k, generator=None):
     """Append n sampled tokens to idx, in the simplest way."""
     for _ in range(n):
@@ -146,27 +131,23 @@ def test_generate_from_prompts_of_any_length(length):
         assert torch.equal(model.generate(idx, 40, temperature, top_k, seeded(5)), expected)
     assert torch.equal(torch.get_rng_state(), state)
 
-def test_dropout_is_applied_to_the_embedding_the_attention_and_both_branches_of_a_block():
-    """With a dropout of almost 1, each of these four places alone changes the logits."""
-    model = shake(small(n_layer=1))
-    expected = model(ids())[0]
-    block = model.transformer.h[0]
-    places = {"embedding": [model.dropout], "branches": [block.dropout], "attention": [block.attn]}
-    for name, modules in places.items():
-        for module in modules:
-            module.train()
-            before = module.p if hasattr(module, "p") else None
-            if name == "attention":
-                module.dropout = 0.9
-            else:
-                module.p = 0.9
-            assert not torch.allclose(model(ids())[0], expected, atol=1e-2), name
-            module.eval()
-            module.dropout, module.p = 0.0, before
-    seen = []
-    block.dropout.register_forward_pre_hook(lambda _, args: seen.append(args[0]))
-    model(ids())
-    assert len(seen) == 2 and not torch.equal(*seen)  # after the attention and after the MLP
+def test_dropout_is_applied_to_the_embedding_the_attention_and_both_branches(monkeypatch):
+    """Here, dropout scales what it gets, so the logits show each place. In eval mode, it is off."""
+    def attention(*args, dropout_p, real=F.scaled_dot_product_attention, **words):
+        seen.append(dropout_p)
+        return real(*args, **words)
+    seen, idx, model = [], ids(), shake(small(dropout=0.1))
+    expected = model(idx)[0]
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(nn.Dropout, "forward", lambda self, x: (1 + self.p * self.training) * x)
+    assert torch.equal(model(idx)[0], expected) and seen == [0.0, 0.0]
+    parts = model.train().transformer
+    x = 1.1 * (parts.wte(idx) + parts.wpe(torch.arange(32)))
+    for block in parts.h:
+        x = x + 1.1 * block.attn(block.ln_1(x))
+        x = x + 1.1 * block.mlp(block.ln_2(x))
+    torch.testing.assert_close(model(idx)[0], model.lm_head(parts.ln_f(x))[..., :257])
+    assert seen[2:] == [0.1] * 4
 
 def test_micro_batches_processes_and_steps_have_different_dropout_masks(monkeypatch):
     """A seed belongs to a row number, so two runs with the same B have the same masks."""
@@ -190,38 +171,6 @@ def test_one_batch_can_be_overfitted(optimizer):
     for _ in range(cfg.max_steps):
         loss, _ = t.train_step(run)
     assert loss < 0.01
-
-@pytest.mark.parametrize("micro_steps, processes, grad_clip", [(4, 1, 0.1), (4, 2, 0.0)])
-def test_a_step_moves_by_the_clipped_gradient(monkeypatch, micro_steps, processes, grad_clip):
-    """A step moves the weights by the clipped gradient of the mean loss of its micro-batches.
-
-    The returned norm is the norm before clipping. Processes exchange gradients in the last
-    micro-step only. The lr of a group is scaled as max_lr is.
-    """
-    model, rows = shake(small()), ids(T=33)
-    loss, grads = loss_and_gradients(model, model(rows[:, :-1], rows[:, 1:])[1])
-    norm = math.sqrt(sum(grad.square().sum().item() for grad in grads.values()))
-    model.zero_grad()
-    cfg = t.Config(B=4, T=32, total_batch_size=128 * micro_steps * processes, grad_clip=grad_clip,
-                   max_lr=0.5, warmup_steps=10)
-    sgd = torch.optim.SGD(model.parameters(), lr=1.0)
-    sgd.param_groups[0]["initial_lr"] = 15.0
-    run = stub_run(model, cfg, rows, [sgd])
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    monkeypatch.setattr(t, "WORLD_SIZE", processes)
-    monkeypatch.setattr(t.dist, "all_reduce", lambda sums: sums.mul_(processes))
-    model.no_sync = mock.Mock(side_effect=contextlib.nullcontext)
-    assert t.train_step(run) == (pytest.approx(loss), pytest.approx(norm, rel=1e-4))
-    assert model.no_sync.call_count == (micro_steps - 1) * (processes - 1)
-    factor = 1.5 * min(1.0, grad_clip / norm if grad_clip else 1.0)  # step 0 has a tenth of lr
-    for name, p in model.named_parameters():
-        torch.testing.assert_close(before[name] - p, factor * grads[name], atol=1e-6, rtol=1e-3)
-        assert p.grad is None
-    assert not model.training and run.step == 1
-    assert not run.stop
-    run.signalled = True
-    t.train_step(run)
-    assert run.stop
 
 def test_learning_rate_of_wsd_is_constant_until_the_last_steps():
     """A run that branches before the decay and is longer has the same learning rate until then."""
@@ -266,10 +215,9 @@ def test_every_trainable_parameter_is_in_one_group_of_an_optimizer(optimizer):
         assert (kind, decay, ratio) == expected, names[p]
     adamw = optimizers[0].param_groups[0]
     assert (adamw["betas"], adamw["eps"], adamw["fused"]) == ((0.9, 0.95), 1e-8, True)
-    cfg = t.Config(optimizer="muon", beta1=0.8, beta2=0.9, eps=1e-6, muon_momentum=0.7)
+    cfg = t.Config(optimizer="muon", beta1=0.8, beta2=0.9, muon_momentum=0.7)
     groups = [o.param_groups[0] for o in t.configure_optimizers(model, cfg)]
-    assert (groups[0]["betas"], groups[0]["eps"]) == ((0.8, 0.9), 1e-6)
-    assert groups[1]["momentum"] == 0.7
+    assert groups[0]["betas"] == (0.8, 0.9) and groups[1]["momentum"] == 0.7
 
 @pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 0.02), (torch.bfloat16, 0.08)])
 def test_our_muon_computes_the_same_as_that_of_torch(monkeypatch, dtype, tolerance):
@@ -318,11 +266,3 @@ def test_muon_treats_query_key_and_value_as_three_matrices():
     for name, p in parameters.items():
         parts = p.grad.chunk(3) if name == "0.attn.c_attn.weight" else [p.grad]
         torch.testing.assert_close(p, torch.cat([*map(after_a_step, parts)]))
-
-def test_newton_schulz_makes_singular_values_about_one():
-    """The singular vectors do not change, and a matrix of zeros remains zero."""
-    sizes = torch.tensor([1e-3, 1, 1e3]).view(3, 1, 1)
-    G = torch.randn(3, 20, 40, generator=seeded(5)) * sizes
-    U, _, Vh = torch.linalg.svd(G, full_matrices=False)
-    assert torch.linalg.matrix_norm(t.newton_schulz(G) - U @ Vh, 2).max() < 0.4
-    assert not t.newton_schulz(torch.zeros(1, 4, 4)).any()
