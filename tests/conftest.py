@@ -279,8 +279,7 @@ def run_script(script, *args, cwd=None, env=None, timeout=600):
 FORKS = multiprocessing.get_context("forkserver")
 
 def start_forkserver():
-    """Start the process that scripts are forked from. (Once, because this changes the environment.)
-    """
+    """Start the process that scripts are forked from, once, since this changes the environment."""
     no_hub = {"HF_HOME": f"{tempfile.gettempdir()}/no_hf_{os.getpid()}"}
     paths = {"PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}"}
     with mock.patch.dict(os.environ, ENV | no_hub | paths):
@@ -357,7 +356,8 @@ class Started:
     def kill(self, number=signal.SIGKILL):
         """Send a signal to the process, unless it has ended."""
         if self.poll() is None:
-            os.kill(self.pid, number)
+            with contextlib.suppress(ProcessLookupError):  # it may end at this moment
+                os.kill(self.pid, number)
 
 def torchrun_env(n):
     """Return the variables that torchrun sets for n processes on one machine."""
