@@ -3,14 +3,14 @@
     python tests/compare.py "log_*"                 # the baseline is the row of the first folder
     python tests/compare.py "log_plain_*" "log_*"   # the baseline is the first log_plain_* row
 
-Runs that differ only in their seed form one row. A row is within the noise if the 95 % interval of
-its difference from the baseline, which is that of Student's t-test, contains 0. The noise is the
-standard deviation of the last validation loss over seeds, pooled over these two rows only: another
-row, one of whose runs has failed to learn, does not change it. Otherwise, the row is ahead or
-behind, unless chance alone gives such a difference to one of so many rows: then it is unclear. A
-row gets no verdict if neither of the two rows has two seeds, or if they were validated on another
-amount of text, or trained neither for as many steps nor on as many tokens. If encodings differ, all
-losses are in bits per byte.
+Runs that differ only in their seed form one row. A row is compared with the baseline seed by seed:
+runs with the same seed share the data, their order and the initial values of common parameters,
+which usually removes most of the noise (small_models.txt). A row is within the noise if the 95 %
+interval of the mean difference of the last validation losses over common seeds, that of Student's
+paired t-test, contains 0. Otherwise, it is ahead or behind, unless chance alone gives such a
+difference to one of so many rows: then it is unclear. A row gets no verdict if the two share fewer
+than two seeds, or were validated on different amounts of text, or were trained neither for as many
+steps nor on as many tokens. If encodings differ, all losses are in bits per byte.
 
 In the folders of experiment.py, versions and the factors of their learning rates are those in the
 folders' names. In other folders, the factor is max_lr divided by that of the baseline.
@@ -45,8 +45,13 @@ class Row:
 
     @property
     def losses(self):
-        """The last validation losses."""
-        return [metrics["val"][self.constants["max_steps"]] for metrics in self.runs.values()]
+        """The last validation loss of each seed."""
+        steps = self.constants["max_steps"]
+        return {seed: metrics["val"][steps] for seed, metrics in self.runs.items()}
+
+    @property
+    def mean(self):
+        return np.mean([*self.losses.values()])
 
     @property
     def ms(self):
@@ -90,8 +95,8 @@ def read_run(folder):
     except (OSError, ValueError, SyntaxError) as e:
         raise ValueError(f"it holds no run ({t.summary_of(e)})") from None
     metrics = t.read_metrics(folder)
-    if constants["max_steps"] not in metrics["val"]:
-        raise ValueError(f"step {constants['max_steps']} has not been validated")
+    if not math.isfinite(metrics["val"].get(constants["max_steps"], math.nan)):
+        raise ValueError(f"step {constants['max_steps']} has no finite validation loss")
     # Constants that do not affect the result, such as B, need not be equal in a row
     ignored = t.MAY_CHANGE - {"data", "dtype"} | {"seed"}
     kept = {name: value for name, value in constants.items() if name not in ignored}
@@ -129,12 +134,6 @@ def why_not_comparable(row, baseline):
     lengths = ((c["max_steps"], c["max_steps"] * c["total_batch_size"]) for c in (a, b))
     return "" if any(x == y for x, y in zip(*lengths)) else "another length"
 
-def pooled_noise(a, b):
-    """Return the noise of a run of two Rows, and its degrees of freedom, which may be 0."""
-    freedom = len(a.losses) + len(b.losses) - 2
-    squares = sum(np.var(row.losses) * len(row.losses) for row in (a, b))
-    return float(np.sqrt(squares / max(1, freedom))), freedom
-
 def student(freedom):
     """Return rising values of |t|, and the chance that Student's t is farther from 0 than each."""
     n = 10_000
@@ -149,16 +148,17 @@ def compared(rows):
     Verdicts are corrected by Holm's method, because it finds more effects than wider intervals do:
     the smallest of n p-values must be at most 0.05 / n, the next one at most 0.05 / (n - 1), etc.
     """
-    cells, chances = [("-", "the baseline")], {}
+    cells, chances, losses = [("-", "the baseline")], {}, rows[0].losses
     for row in rows[1:]:
-        difference = np.mean(row.losses) - np.mean(rows[0].losses)
+        pairs = [loss - losses[seed] for seed, loss in row.losses.items() if seed in losses]
+        difference = np.mean(pairs or row.mean - rows[0].mean)
         cell, verdict = f"{difference:+.4f}", "ahead" if difference < 0 else "behind"
-        noise, freedom = pooled_noise(row, rows[0])
-        if reason := why_not_comparable(row, rows[0]) or ("" if freedom else "one seed"):
-            verdict = f"none: {reason}"
+        reason = why_not_comparable(row, rows[0])
+        if reason or len(pairs) < 2:
+            verdict = f"none: {reason or 'fewer than two common seeds'}"
         else:
-            error = max(1e-9, noise * np.sqrt(sum(1 / len(r.losses) for r in (row, rows[0]))))
-            values, chance = student(freedom)
+            error = max(1e-9, np.std(pairs, ddof=1) / np.sqrt(len(pairs)))
+            values, chance = student(len(pairs) - 1)
             cell += f" +- {error * np.interp(-0.05, -chance, values):.4f}"
             chances[len(cells)] = np.interp(abs(difference) / error, values, chance)
         cells.append((cell, verdict))
@@ -186,17 +186,17 @@ def table(rows):
     """Yield the lines of the table, with the lowest mean loss first, and a note."""
     baseline, cells = rows[0], compared(rows)
     yield from (line(*HEADINGS), "|" + " --- |" * len(HEADINGS))
-    for i in sorted(range(len(rows)), key=lambda i: np.mean(rows[i].losses)):
-        row = rows[i]
-        spread = f"{np.std(row.losses, ddof=1):.4f}" if len(row.losses) > 1 else "-"
+    for i, row in sorted(enumerate(rows), key=lambda item: item[1].mean):
+        losses = [*row.losses.values()]
+        spread = f"{np.std(losses, ddof=1):.4f}" if len(losses) > 1 else "-"
         max_lr = row.constants["max_lr"]
         sizes = [n for metrics in row.runs.values() for n in metrics["parameters"].values()]
         factor = row.factor or f"{max_lr / baseline.constants['max_lr']:.3g}"
-        yield line(row.name, f"{np.mean(row.losses):.4f}", spread, str(len(row.losses)), *cells[i],
+        yield line(row.name, f"{row.mean:.4f}", spread, str(len(losses)), *cells[i],
                    f"{max_lr:.3g} ({factor})", f"{sizes[-1]:,.0f}" if sizes else "-",
                    f"{row.ms:.1f} ({row.ms / baseline.ms:.2f})", what_differs(row, baseline))
     yield ("\nIf no row differed from the baseline, the chance of any verdict of ahead or behind "
-           "would be 5 %.")
+           "would be at most 5 %.")
 
 def main():
     if len(sys.argv) < 2:

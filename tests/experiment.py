@@ -7,8 +7,8 @@
 The first version is the baseline. Flags of train_gpt2.py (--name=value) apply to all versions.
 Each version is trained once for each factor in --lr, which multiplies max_lr and min_lr. While the
 best factor is at an edge of the list, the list is extended, up to four times. Factors whose losses
-are closer to the best one than the noise (0.01) are tried with a second seed, and the best mean
-decides. Then the version is trained with this factor and --seeds other seeds, which are compared.
+are within 0.01 of the best one are tried with a second seed, and the best mean decides. With this
+factor, the version is then trained with --seeds other seeds, which are compared.
 
 Each GPU trains one run at a time, and so does a CPU. Ctrl-C saves the runs and stops them. To go
 on, repeat the command. The folder --out holds the versions, their runs, and experiment.png.
@@ -32,7 +32,7 @@ import torch
 
 t, ROOT = compare.t, Path(__file__).resolve().parent.parent
 TUNING_SEEDS = 0, 1000  # the other seeds are 1, 2, ...
-NOISE = 0.01  # nats per token: the deviation over seeds of small models (small_models.txt)
+NOISE = 0.01  # nats per token
 # The program of a run. It starts in the folder of a version, and multiplies the learning rates by a
 # factor. When experiment.py closes the pipe or dies, os.read() returns, and the run saves and stops
 TRAIN = """if True:

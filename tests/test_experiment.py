@@ -81,7 +81,7 @@ def test_each_version_is_tuned_and_then_compared(tmp_path, compared):
     assert names("runs") == [f"{run}_seed{seed}" for run in ("a_b_lr0.25", "main_lr1", "wild_lr1")
                              for seed in (1, 2)]
     assert "\n| main | 2.0015 | 0.0007 | 2 | - | the baseline | 0.1 (1) |" in out
-    assert "\n| a_b | 2.3234 | 0.0007 | 2 | +0.3219 +- 0.0030 | behind | 0.025 (0.25) |" in out
+    assert "\n| a_b | 2.3234 | 0.0007 | 2 | +0.3219 +- 0.0000 | behind | 0.025 (0.25) |" in out
     assert not list(Path("experiment").rglob("checkpoint_*"))
     Path("experiment/full/retry").touch()
     assert "\n| full | 2.0015 |" in compared(*words)
@@ -105,7 +105,7 @@ def test_four_gpus_have_four_runs_at_a_time(tmp_path, compared, monkeypatch):
     while len(list(folder.parent.glob("*/config.json"))) < 4:
         time.sleep(0.01)"""))
     out = compared("HEAD", ".", "--lr=1", "--seeds=2")
-    assert "\n| working_tree | 2.5015 | 0.0007 | 2 | +0.5000 +- 0.0030 | behind |" in out
+    assert "\n| working_tree | 2.5015 | 0.0007 | 2 | +0.5000 +- 0.0000 | behind |" in out
     assert outputs() == [f"cuda:{i}\n" for i in range(4)]
 
 def test_an_experiment_that_is_killed_twice_ends_with_the_same_losses(tmp_path):
