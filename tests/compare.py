@@ -65,9 +65,9 @@ class Row:
         return next((n for metrics in self.runs.values()
                      for n in metrics["bytes_per_token"].values()), math.nan)
 
-    def curve(self, metric):
-        """Return {number of tokens: values of the runs} for the steps where all have the metric."""
-        logs = [metrics[metric] for metrics in self.runs.values()]
+    def curve(self):
+        """Return {number of tokens: validation losses of the runs}, where all have one."""
+        logs = [metrics["val"] for metrics in self.runs.values()]
         return {step * self.constants["total_batch_size"]: [log[step] for log in logs]
                 for step in sorted(set.intersection(*map(set, logs)))}
 

@@ -198,7 +198,7 @@ def draw(rows, path):
     axes = figure.subplots()
     axes.set(xlabel="tokens", ylabel="validation loss")
     for row in rows:
-        curve = {n: losses for n, losses in row.curve("val").items() if n > 0}
+        curve = {n: losses for n, losses in row.curve().items() if n > 0}
         axes.plot(curve.keys(), [np.mean(losses) for losses in curve.values()], label=row.name)
         axes.fill_between(curve.keys(), [min(losses) for losses in curve.values()],
                           [max(losses) for losses in curve.values()], alpha=0.2)
