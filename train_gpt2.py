@@ -138,7 +138,7 @@ class Config:
 SMALL = dict(
     encoding="bytes", total_batch_size=2048, B=32, T=64, n_layer=3, n_head=4, n_embd=128,
     optimizer="muon", max_lr=7e-3, muon_lr_ratio=2.0, min_lr=0.0, lr_shape="linear",
-    warmup_steps=20, max_steps=1650, weight_decay=0.2, print_every=10, eval_every=550,
+    warmup_steps=20, max_steps=1650, weight_decay=0.2, print_every=10, eval_every=330,
     val_tokens=131072, hellaswag_every=0, sample_every=825, sample_prompt="\n\n",
     sample_tokens=300, log_dir="log_small", compile=False)
 
